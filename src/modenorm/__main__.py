@@ -1,0 +1,16 @@
+"""`python -m modenorm` and the `modenorm` command: the laboratory's command line."""
+
+import sys
+
+
+def main() -> None:
+    """Run the command line, or say which packages it needs."""
+    try:
+        from modenorm.lab.cli import main as run
+    except ModuleNotFoundError as missing:
+        sys.exit(f"modenorm's command line needs {missing.name!r}: pip install 'modenorm[lab]'")
+    run()
+
+
+if __name__ == "__main__":
+    main()

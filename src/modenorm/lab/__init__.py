@@ -1,0 +1,1 @@
+"""The laboratory: data, models, experiments, report and command line around the library."""
