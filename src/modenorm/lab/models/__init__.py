@@ -1,0 +1,107 @@
+"""The paper's networks, with the norm as an argument."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from modenorm.lab.models.dropout import (
+    SeededDropout,
+    draw_seed,
+    generator_states,
+    generators,
+    load_generator_states,
+)
+from modenorm.lab.models.lenet import lenet, lenet1989
+from modenorm.lab.models.nin import nin
+from modenorm.lab.models.norms import (
+    NORMS,
+    GateFactory,
+    NormFactory,
+    Variance,
+    Where,
+    make_norm,
+    norm_factory,
+)
+from modenorm.lab.models.resnet import resnet18, resnet20, resnet56, resnet110
+from modenorm.lab.models.vgg import vgg13
+
+__all__ = [
+    "MODELS",
+    "NORMS",
+    "NormFactory",
+    "SeededDropout",
+    "count_parameters",
+    "create_model",
+    "generator_states",
+    "generators",
+    "load_generator_states",
+    "make_norm",
+    "norm_factory",
+]
+
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "lenet": lenet,
+    "lenet1989": lenet1989,
+    "nin": nin,
+    "vgg13": vgg13,
+    "resnet20": resnet20,
+    "resnet56": resnet56,
+    "resnet110": resnet110,
+    "resnet18": resnet18,
+}
+
+
+def create_model(
+    name: str,
+    *,
+    num_classes: int,
+    norm: str = "bn",
+    modes: int = 2,
+    groups: int = 2,
+    where: Where = "all",
+    gate: GateFactory | None = None,
+    variance: Variance = "pooled",
+    generator: torch.Generator | None = None,
+    **options: Any,
+) -> nn.Module:
+    """Create a network of `MODELS` with its initial weights, on the CPU.
+
+    Args:
+        name: A key of `MODELS`.
+        num_classes: Number of classes.
+        norm: One of `NORMS`; see `make_norm` for the numbers that belong to each.
+        modes: K of mn and mgn.
+        groups: G of gn.
+        where: "all" norms of the network, or only the "first", the others being batch norms.
+        gate: Makes the gating networks of mn; None for the layer's own.
+        variance: What mgn takes its variance over.
+        generator: Decides the initial weights and the dropout; torch's global state is then neither
+            used nor changed. None for the global state.
+        options: What the model's own function takes, such as `activation` and `pool` of lenet.
+
+    Raises:
+        ValueError: A name is unknown.
+
+    Example:
+        >>> model = create_model("resnet20", num_classes=10, norm="bn")
+        >>> model(torch.zeros(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
+    """
+    if name not in MODELS:
+        raise ValueError(f"unknown model {name!r}; known: {', '.join(MODELS)}")
+    factory = norm_factory(
+        norm, modes=modes, groups=groups, where=where, gate=gate, variance=variance
+    )
+    if generator is None:
+        return MODELS[name](num_classes, factory, **options)
+    seed = draw_seed(generator)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return MODELS[name](num_classes, factory, **options)
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Count the numbers in all parameters of a model."""
+    return sum(parameter.numel() for parameter in model.parameters())
