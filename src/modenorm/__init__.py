@@ -1,3 +1,27 @@
-"""Mode Normalization (Deecke, Murray & Bilen, ICLR 2019) for PyTorch."""
+"""Mode Normalization (Deecke, Murray & Bilen, ICLR 2019) for PyTorch.
+
+Batch norm that discovers K modes in your data and normalises each with its own statistics.
+"""
+
+from modenorm import functional, gates, reference
+from modenorm.gates import LinearGate, StandardizedGate
+from modenorm.kernels import use_backend
+from modenorm.layers import ModeGroupNorm, ModeNorm1d, ModeNorm2d, ModeNorm3d
+from modenorm.statistics import freeze_statistics, recalibrate
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "LinearGate",
+    "ModeGroupNorm",
+    "ModeNorm1d",
+    "ModeNorm2d",
+    "ModeNorm3d",
+    "StandardizedGate",
+    "freeze_statistics",
+    "functional",
+    "gates",
+    "recalibrate",
+    "reference",
+    "use_backend",
+]

@@ -1,0 +1,382 @@
+"""Mode normalization as functions: check the arguments, choose the path.
+
+Letters: N samples, C channels, L positions, K modes. Every call is moments → mixing → affine map.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from modenorm import mixing, reference
+from modenorm.buffers import recomputing
+from modenorm.gates import LinearGate
+from modenorm.kernels import choose_backend, plain, streaming
+from modenorm.kernels.layout import statistics_dtype
+from modenorm.mixing import RunningEstimates
+
+__all__ = ["mode_group_norm", "mode_norm"]
+
+Gate = Callable[[Tensor], Tensor]
+
+
+class Options(NamedTuple):
+    """How a mode norm behaves, apart from its tensors."""
+
+    training: bool = False
+    momentum: float | None = 0.1
+    eps: float = 1e-5
+    running_update: str = "paper"
+
+
+def mode_norm(
+    x: Tensor,
+    gates: Tensor | Gate,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float | None = 0.1,
+    eps: float = 1e-5,
+    *,
+    mask: Tensor | None = None,
+    running_update: str = "paper",
+    num_batches_tracked: Tensor | None = None,
+    running_share: Tensor | None = None,
+) -> Tensor:
+    r"""Normalise each sample with the statistics of its modes.
+
+    .. math:: y_n = \alpha \sum_k g_{nk} (x_n - \mu_k) / \sqrt{\sigma_k^2 + \epsilon} + \beta
+
+    Args:
+        x: (N, C, *positions), any rank from 2.
+        gates: (N, K), how far each sample belongs to each mode; one-hot rows give domain-specific
+            batch normalization. Or a function from pooled features (N, C) to logits (N, K).
+        running_mean: (K, C), updated in place in training.
+        running_var: (K, C), biased, updated in place in training.
+        weight: α, (C,), or (K, C) for one per mode.
+        bias: β, (C,), or (K, C) for one per mode.
+        training: normalise with this batch's statistics and update the running ones; otherwise
+            normalise with the running ones, or with the batch's if there are none.
+        momentum: λ, the weight of this batch in the running estimates; None averages all batches
+            and needs `num_batches_tracked`.
+        eps: added to the variance.
+        mask: (N, *positions) or (N, 1, *positions), True where a position counts in the
+            statistics. Every position is normalised.
+        running_update: "paper" moves every mode by λ, "usage" by λ times its share of the batch.
+        num_batches_tracked: a counter of the batches used, changed in place.
+        running_share: (K,), summed shares of the batches, for momentum None with "usage".
+
+    Returns:
+        A tensor of x's shape, type and memory format.
+
+    Example:
+        >>> x = torch.randn(6, 3, 4, 4)
+        >>> domains = torch.nn.functional.one_hot(torch.tensor([0, 0, 0, 1, 1, 1])).float()
+        >>> y = mode_norm(x, domains, training=True)
+        >>> torch.allclose(y[:3].mean((0, 2, 3)), torch.zeros(3), atol=1e-6)
+        True
+    """
+    estimates = None
+    if running_mean is not None and running_var is not None:
+        estimates = RunningEstimates(running_mean, running_var, num_batches_tracked, running_share)
+    options = Options(training, momentum, eps, running_update)
+    return normalize_modes(x, gates, estimates, weight, bias, options, mask)[0]
+
+
+def mode_group_norm(
+    x: Tensor,
+    gate_weight: Tensor,
+    gate_bias: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    variance: str = "pooled",
+) -> Tensor:
+    r"""Normalise each sample with the statistics of its channels' modes.
+
+    .. math:: y = (\alpha / K) \sum_k (x - \mu_k) / \sqrt{\sigma_k^2 + \epsilon} + \beta
+
+    Args:
+        x: (N, C, *positions), any rank from 2.
+        gate_weight: (K,), w in the logits w_k m_c + b_k of a channel with average m_c.
+        gate_bias: (K,), b.
+        weight: α, (C,).
+        bias: β, (C,).
+        eps: added to the variance.
+        variance: "pooled", over the channels' averages (the paper's text), or "pixel", over all
+            their values (K=1 is then GroupNorm with one group).
+
+    Returns:
+        A tensor of x's shape, type and memory format.
+
+    Example:
+        >>> x = torch.randn(2, 8, 4, 4)
+        >>> mode_group_norm(x, torch.randn(2), torch.zeros(2)).shape
+        torch.Size([2, 8, 4, 4])
+    """
+    return normalize_channels(x, gate_weight, gate_bias, weight, bias, eps, variance)[0]
+
+
+def normalize_modes(
+    x: Tensor,
+    gates: Tensor | Gate,
+    estimates: RunningEstimates | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    options: Options,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`mode_norm` as the layers call it: returns y and the gates, (N, K)."""
+    check_input(x)
+    check_options(options, estimates)
+    mask = _check_mask(mask, x)
+    with _full_precision(x):
+        if x.numel() == 0:
+            gates = _gates_of(gates, x.new_zeros(x.shape[:2]), x, estimates)
+            return _empty_output(x, gates, weight, bias), gates
+        from_batch = options.training or estimates is None
+        if options.training and x.numel() == x.shape[1]:
+            raise ValueError(
+                f"a batch of shape {tuple(x.shape)} has one value per channel, so no variance; "
+                f"train with more samples or positions, or call eval()"
+            )
+        weight, bias = _cast(x, weight), _cast(x, bias)
+        backend = choose_backend(x, plain_only=mask is not None)
+        if backend == "reference":
+            return _reference_modes(x, gates, estimates, weight, bias, options, mask)
+        if not from_batch and isinstance(gates, Tensor):
+            return _without_moments(x, gates, estimates, weight, bias, options, backend)
+        mean, var, counts, affine = _moments(x, backend, mask, with_var=from_batch)
+        gates = _gates_of(gates, mean, x, estimates)
+        mode_mean, mode_var = _mode_moments(mean, var, counts, gates, estimates, options)
+        scale, shift = mixing.coefficients(
+            mode_mean, mode_var, gates, mean, weight, bias, options.eps
+        )
+        return affine(mean, scale, shift), gates
+
+
+def normalize_channels(
+    x: Tensor,
+    gate_weight: Tensor,
+    gate_bias: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    variance: str,
+) -> tuple[Tensor, Tensor]:
+    """`mode_group_norm` as the layer calls it: returns y and the gates, (N, C, K)."""
+    check_input(x)
+    check_eps(eps)
+    check_choice("variance", variance, ("pooled", "pixel"))
+    if gate_weight.ndim != 1 or gate_weight.shape != gate_bias.shape:
+        raise ValueError(
+            f"gate_weight and gate_bias have shapes {tuple(gate_weight.shape)} and "
+            f"{tuple(gate_bias.shape)}; both must be (K,)"
+        )
+    gate_weight, gate_bias = (p.to(statistics_dtype(x)) for p in (gate_weight, gate_bias))
+    weight, bias = _cast(x, weight), _cast(x, bias)
+    with _full_precision(x):
+        if x.numel() == 0:
+            gates = x.new_zeros((*x.shape[:2], len(gate_weight)))
+            return _empty_output(x, gate_weight, gate_bias, weight, bias), gates
+        backend = choose_backend(x)
+        if backend == "reference":
+            upcast = x.to(statistics_dtype(x))
+            y = reference.mode_group_norm(
+                upcast, gate_weight, gate_bias, weight, bias, eps, variance=variance
+            )
+            pooled, _ = plain.moments(x, with_var=False)
+            return y.to(x.dtype), torch.softmax(pooled[..., None] * gate_weight + gate_bias, -1)
+        mean, var, _, affine = _moments(x, backend, None, with_var=variance == "pixel")
+        scale, shift, gates = mixing.channel_modes(
+            mean, var, gate_weight, gate_bias, weight, bias, eps
+        )
+        return affine(mean, scale, shift), gates
+
+
+def _moments(
+    x: Tensor, backend: str, mask: Tensor | None, with_var: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None, Callable[[Tensor, Tensor, Tensor], Tensor]]:
+    """Mean, variance, counts (with a mask), and the affine map that belongs to this x."""
+    if backend == "fused":
+        mean, var, handed, link = streaming.moments(x, with_var)
+        return mean, var, None, partial(streaming.affine, handed, link=link)
+    if mask is not None:
+        mean, var, counts = plain.masked_moments(x, mask)
+    else:
+        (mean, var), counts = plain.moments(x, with_var), None
+    return mean, var, counts, partial(plain.apply, x)
+
+
+def _mode_moments(
+    mean: Tensor,
+    var: Tensor | None,
+    counts: Tensor | None,
+    gates: Tensor,
+    estimates: RunningEstimates | None,
+    options: Options,
+) -> tuple[Tensor, Tensor]:
+    """μ_k and σ²_k, (K, C): of the batch in training, which moves the estimates, or these."""
+    if estimates is not None and not options.training:
+        return estimates.mean.to(gates.dtype), estimates.var.to(gates.dtype)
+    assert var is not None
+    batch = mixing.batch_statistics(mean, var, gates, counts)
+    if estimates is not None and not recomputing():
+        mixing.update_running(estimates, batch, options.momentum, options.running_update)
+    return batch.mean, batch.var
+
+
+def _without_moments(
+    x: Tensor,
+    gates: Tensor,
+    estimates: RunningEstimates | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    options: Options,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """Inference with gates from outside: one map, no look at the data first."""
+    assert estimates is not None
+    gates = _gates_of(gates, x, x, estimates)
+    mode_mean, mode_var = (t.to(gates.dtype) for t in (estimates.mean, estimates.var))
+    centre = gates @ mode_mean
+    scale, shift = mixing.coefficients(
+        mode_mean, mode_var, gates, centre, weight, bias, options.eps
+    )
+    affine = streaming.affine if backend == "fused" else plain.apply
+    return affine(x, centre, scale, shift), gates
+
+
+def _reference_modes(
+    x: Tensor,
+    gates: Tensor | Gate,
+    estimates: RunningEstimates | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    options: Options,
+    mask: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    pooled = plain.moments(x, False)[0] if mask is None else plain.masked_moments(x, mask)[0]
+    gates = _gates_of(gates, pooled, x, estimates)
+    momentum = options.momentum
+    tracked = None if estimates is None else estimates.num_batches_tracked
+    if tracked is not None and options.training:
+        tracked.add_(1)
+    if momentum is None and tracked is not None:
+        momentum = 1 / max(1, int(tracked))
+    y = reference.mode_norm(
+        x.to(gates.dtype),
+        gates,
+        None if estimates is None else estimates.mean,
+        None if estimates is None else estimates.var,
+        weight,
+        bias,
+        options.training,
+        0.1 if momentum is None else momentum,
+        options.eps,
+        mask=None if mask is None else mask.squeeze(1),
+        running_update=options.running_update,
+    )
+    return y.to(x.dtype), gates
+
+
+def _gates_of(
+    gates: Tensor | Gate, pooled: Tensor, x: Tensor, estimates: RunningEstimates | None
+) -> Tensor:
+    """The gates (N, K) in the statistics' type, evaluated if they are a gating network."""
+    if isinstance(gates, Tensor):
+        given, name = gates.to(statistics_dtype(x)), "gates"
+    else:
+        given, name = gates(_features_for(gates, pooled)).to(pooled.dtype), "the gate's logits"
+    expected = "N, K" if estimates is None else f"{x.shape[0]}, {estimates.mean.shape[0]}"
+    wrong_modes = estimates is not None and given.shape[-1] != estimates.mean.shape[0]
+    if given.ndim != 2 or given.shape[0] != x.shape[0] or wrong_modes:
+        raise ValueError(
+            f"{name} have shape {tuple(given.shape)}; expected ({expected}): one row per sample "
+            f"of x, {tuple(x.shape)}, one column per mode"
+        )
+    return given if isinstance(gates, Tensor) else torch.softmax(given, dim=1)
+
+
+def _features_for(gate: Gate, pooled: Tensor) -> Tensor:
+    """A gating network of the user's own gets features of its own parameters' type."""
+    if isinstance(gate, nn.Module) and not isinstance(gate, LinearGate):
+        parameter = next(gate.parameters(), pooled)
+        return pooled.to(parameter.dtype)
+    return pooled
+
+
+def _empty_output(x: Tensor, *used: Tensor | None) -> Tensor:
+    """An empty output that still hands zero gradients to everything that a full one would."""
+    y = x.clone()
+    for tensor in used:
+        if tensor is not None:
+            y = y + tensor.sum().to(y.dtype)
+    return y
+
+
+def _cast(x: Tensor, parameter: Tensor | None) -> Tensor | None:
+    return None if parameter is None else parameter.to(statistics_dtype(x))
+
+
+def _full_precision(x: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Autocast would run the mixing's products in half precision."""
+    if torch.is_autocast_enabled(x.device.type):
+        return torch.autocast(x.device.type, enabled=False)
+    return contextlib.nullcontext()
+
+
+def check_input(x: Tensor) -> None:
+    """Refuse what no norm of this family can take."""
+    if x.ndim < 2:
+        raise ValueError(
+            f"input has shape {tuple(x.shape)}; expected samples and channels first, (N, C, ...)"
+        )
+    if not x.is_floating_point():
+        raise ValueError(f"input is {x.dtype}; expected a floating-point type: use x.float()")
+
+
+def check_eps(eps: float) -> None:
+    """Refuse an eps that cannot keep a variance of zero apart from zero."""
+    if not eps > 0:
+        raise ValueError(f"eps is {eps}; it must be positive, e.g. 1e-5")
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Refuse a word that is not one of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}; use one of {', '.join(map(repr, choices))}")
+
+
+def check_options(options: Options, estimates: RunningEstimates | None = None) -> None:
+    """Refuse options out of range."""
+    check_eps(options.eps)
+    check_choice("running_update", options.running_update, ("paper", "usage"))
+    if options.momentum is not None and not 0 < options.momentum <= 1:
+        raise ValueError(
+            f"momentum is {options.momentum}; it must lie in (0, 1], the weight of the newest "
+            f"batch, or be None for an average over all batches"
+        )
+    if options.momentum is None and options.training and estimates is not None:
+        usage = options.running_update == "usage"
+        if (estimates.share if usage else estimates.num_batches_tracked) is None:
+            name = "running_share" if usage else "num_batches_tracked"
+            raise ValueError(f"momentum=None averages over batches and needs {name}")
+
+
+def _check_mask(mask: Tensor | None, x: Tensor) -> Tensor | None:
+    """The mask as (N, 1, *positions), boolean."""
+    if mask is None:
+        return None
+    short, full = (x.shape[0], *x.shape[2:]), (x.shape[0], 1, *x.shape[2:])
+    if tuple(mask.shape) not in (short, full):
+        raise ValueError(f"mask has shape {tuple(mask.shape)}; expected {short} or {full}")
+    return mask.reshape(full).bool()

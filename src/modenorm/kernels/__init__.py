@@ -1,0 +1,84 @@
+"""Which path runs: the one place that decides.
+
+"fused" streams the tensor through hand-written passes (kernels/gpu.py in Triton, kernels/cpu.py),
+"eager" uses plain differentiable operators (kernels/plain.py), "reference" the paper's sums.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+__all__ = ["choose_backend", "use_backend"]
+
+BACKENDS = ("auto", "reference", "eager", "fused")
+_forced = "auto"
+
+
+class use_backend:
+    """Force a path for debugging: "reference", "eager" or "fused"; "auto" lets the library choose.
+
+    Takes effect at once, and until the end of the block when used in a `with` statement. A forced
+    "fused" still gives way where it cannot serve (masks, `torch.func`, `torch.compile`).
+
+    Example:
+        >>> import modenorm
+        >>> layer, x = modenorm.ModeNorm2d(3), torch.randn(4, 3, 5, 5)
+        >>> fast = layer(x)
+        >>> with modenorm.use_backend("reference"):
+        ...     torch.allclose(layer(x), fast, atol=1e-5)
+        True
+    """
+
+    def __init__(self, name: str) -> None:
+        global _forced
+        if name not in BACKENDS:
+            raise ValueError(f"backend is {name!r}; use one of {', '.join(BACKENDS)}")
+        self._before, _forced = _forced, name
+
+    def __enter__(self) -> None:
+        """The backend was set when this object was made."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        global _forced
+        _forced = self._before
+
+
+def choose_backend(x: Tensor, plain_only: bool = False) -> str:
+    """The path for this call: "reference", "eager" or "fused"."""
+    if _forced in ("reference", "eager"):
+        return _forced
+    return "fused" if not plain_only and _can_fuse(x) else "eager"
+
+
+def _can_fuse(x: Tensor) -> bool:
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return False
+    if type(x) not in (Tensor, torch.nn.Parameter) or torch._C._are_functorch_transforms_active():
+        return False
+    if x.device.type == "cpu":
+        return True
+    return x.device.type == "cuda" and x.dtype != torch.float64 and _triton_works()
+
+
+@functools.cache
+def _triton_works() -> bool:
+    try:
+        from modenorm.kernels import gpu  # noqa: F401
+    except Exception as error:
+        warnings.warn(
+            f"modenorm runs plain PyTorch operators on this GPU, because Triton can't be used "
+            f"({type(error).__name__}: {error})",
+            stacklevel=2,
+        )
+        return False
+    return True

@@ -1,0 +1,86 @@
+"""The four streaming passes on the CPU.
+
+Work goes chunk by chunk through a buffer that stays in cache, so a tensor is read from memory as
+often as the pass needs it and temporaries never reach it. Same four functions as kernels/gpu.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from modenorm.kernels.layout import Planes, as_planes, planes_like, statistics_dtype
+
+__all__ = ["apply", "apply_backward", "moments", "reduce_backward"]
+
+CHUNK = 1 << 18  # elements: 1 MiB of float32, small enough for a core's second-level cache
+
+
+def moments(x: Tensor, with_var: bool = True) -> tuple[Tensor, Tensor | None]:
+    """Mean and biased variance over the positions, (N, C) each. Reads x once."""
+    planes = as_planes(x)
+    num_positions = planes.view.shape[planes.axis]
+    dtype = statistics_dtype(x)
+    mean = planes.view.mean(planes.axis, dtype=dtype)
+    if not with_var:
+        return mean, None
+    var = torch.zeros_like(mean)
+    if num_positions > 1:
+        for part, buffer in _chunks(planes, dtype):
+            torch.sub(planes.view[part], planes.rows(mean[part]), out=buffer)
+            torch.linalg.vector_norm(buffer, dim=planes.axis, out=var[part])
+        var.square_().div_(num_positions)
+    return mean, var
+
+
+def apply(x: Tensor, centre: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    """Y = (x − centre) · scale + shift. Reads x, writes y."""
+    planes = as_planes(x)
+    y = torch.empty_like(x)
+    out = planes_like(y, planes).view
+    for part, buffer in _chunks(planes, statistics_dtype(x)):
+        torch.sub(planes.view[part], planes.rows(centre[part]), out=buffer)
+        buffer.mul_(planes.rows(scale[part]))
+        torch.add(buffer, planes.rows(shift[part]), out=out[part])
+    return y
+
+
+def reduce_backward(dy: Tensor, x: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
+    """Σ_l dy and Σ_l dy · (x − centre), (N, C) each. Reads dy and x."""
+    planes = as_planes(x)
+    upstream = planes_like(dy, planes).view
+    dtype = statistics_dtype(x)
+    total = upstream.sum(planes.axis, dtype=dtype)
+    product = torch.empty_like(total)
+    for part, buffer in _chunks(planes, dtype):
+        torch.sub(planes.view[part], planes.rows(centre[part]), out=buffer)
+        torch.sum(buffer.mul_(upstream[part]), planes.axis, out=product[part])
+    return total, product
+
+
+def apply_backward(
+    dy: Tensor, x: Tensor, centre: Tensor, scale: Tensor, slope: Tensor, offset: Tensor
+) -> Tensor:
+    """Dx = scale · dy + slope · (x − centre) + offset. Reads dy and x, writes dx."""
+    planes = as_planes(x)
+    upstream = planes_like(dy, planes).view
+    dx = torch.empty_like(x)
+    out = planes_like(dx, planes).view
+    for part, buffer in _chunks(planes, statistics_dtype(x)):
+        torch.sub(planes.view[part], planes.rows(centre[part]), out=buffer)
+        buffer.mul_(planes.rows(slope[part])).add_(planes.rows(offset[part]))
+        buffer.addcmul_(upstream[part], planes.rows(scale[part]))
+        out[part].copy_(buffer)
+    return dx
+
+
+def _chunks(planes: Planes, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """Slices of samples, each with a buffer of its shape; the buffer's memory is used again."""
+    num_samples = planes.view.shape[0]
+    step = max(1, CHUNK // max(1, planes.view[:1].numel()))
+    memory = planes.view.new_empty((min(step, num_samples), *planes.view.shape[1:]), dtype=dtype)
+    for start in range(0, num_samples, step):
+        stop = min(start + step, num_samples)
+        yield slice(start, stop), memory[: stop - start]

@@ -1,0 +1,47 @@
+"""How a tensor lies in memory, seen as samples × channels × positions.
+
+Letters: N samples, C channels, L positions.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Planes", "as_planes", "planes_like", "statistics_dtype"]
+
+
+class Planes(NamedTuple):
+    """A dense view of a tensor: (N, C, L) with `axis` 2, or channels last, (N, L, C) with `axis` 1.
+
+    `axis` is the one that positions lie along.
+    """
+
+    view: Tensor
+    axis: int
+
+    def rows(self, values: Tensor) -> Tensor:
+        """(N, C) values, shaped to broadcast along the positions."""
+        return values.unsqueeze(self.axis)
+
+
+def statistics_dtype(x: Tensor) -> torch.dtype:
+    """Statistics are float32 whatever the input's type, float64 for float64."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def as_planes(x: Tensor) -> Planes:
+    """View x in the order in which it lies; copy only if it is neither dense nor channels last."""
+    last = x.movedim(1, -1)
+    if x.ndim == 2 or (last.is_contiguous() and not x.is_contiguous()):
+        return Planes(last.reshape(x.shape[0], -1, x.shape[1]), 1)
+    return Planes(x.contiguous().view(x.shape[0], x.shape[1], -1), 2)
+
+
+def planes_like(x: Tensor, planes: Planes) -> Planes:
+    """View x in the same order as `planes`, copying if it lies otherwise (an expanded gradient)."""
+    if planes.axis == 1:
+        return Planes(x.movedim(1, -1).reshape(planes.view.shape), 1)
+    return Planes(x.contiguous().view(planes.view.shape), 2)

@@ -1,0 +1,380 @@
+"""The layers: parameters, buffers, training and evaluation.
+
+Letters: N samples, C channels, L positions, K modes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from modenorm.buffers import Float32Buffers, running_dtype
+from modenorm.functional import (
+    Options,
+    check_choice,
+    check_eps,
+    check_options,
+    normalize_channels,
+    normalize_modes,
+)
+from modenorm.gates import GateFactory, make_gate
+from modenorm.mixing import RunningEstimates
+
+__all__ = ["ModeGroupNorm", "ModeNorm1d", "ModeNorm2d", "ModeNorm3d"]
+
+GateListener = Callable[[Tensor], None]
+
+
+class ModeNorm(Float32Buffers):
+    r"""What `ModeNorm1d`, `ModeNorm2d` and `ModeNorm3d` share; they differ in the ranks they take.
+
+    Not a subclass of torch's `_BatchNorm`: converters for batch norm would replace it silently.
+    """
+
+    _version = 1
+    _ranks: tuple[int, ...] = ()
+
+    gate: nn.Module
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    running_share: Tensor | None
+    num_batches_tracked: Tensor | None
+
+    def __init__(
+        self,
+        num_features: int,
+        num_modes: int = 2,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        *,
+        gate: nn.Module | GateFactory | None = None,
+        per_mode_affine: bool = False,
+        running_update: str = "paper",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _check_count("num_features", num_features)
+        _check_count("num_modes", num_modes)
+        check_options(Options(False, momentum, eps, running_update))
+        self.num_features = num_features
+        self.num_modes = num_modes
+        self.eps = eps
+        self.momentum = momentum
+        self.affine = affine
+        self.track_running_stats = track_running_stats
+        self.per_mode_affine = per_mode_affine
+        self.running_update = running_update
+        self.statistics_frozen = False
+        self.gate_listener: GateListener | None = None
+        self.gate = make_gate(gate, num_features, num_modes, device, dtype)
+        self._add_affine(device, dtype)
+        self._add_running(device, dtype)
+        self._reset_own()
+
+    def _add_affine(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+        modes = (self.num_modes,) if self.per_mode_affine else ()
+        for name in ("weight", "bias"):
+            parameter = None
+            if self.affine:
+                shape = (*modes, self.num_features)
+                parameter = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+            self.register_parameter(name, parameter)
+
+    def _add_running(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+        shape = (self.num_modes, self.num_features)
+        kind: dict[str, Any] = {"device": device, "dtype": running_dtype(dtype)}
+        tracked = self.track_running_stats
+        usage = tracked and self.running_update == "usage"
+        count = torch.tensor(0, dtype=torch.long, device=device) if tracked else None
+        self.register_buffer("running_mean", torch.empty(shape, **kind) if tracked else None)
+        self.register_buffer("running_var", torch.empty(shape, **kind) if tracked else None)
+        self.register_buffer("num_batches_tracked", count)
+        self.register_buffer("running_share", torch.empty(shape[0], **kind) if usage else None)
+
+    def reset_running_stats(self) -> None:
+        """Forget the running estimates: mean 0, variance 1, no batches."""
+        for buffer, value in (
+            (self.running_mean, 0),
+            (self.running_var, 1),
+            (self.num_batches_tracked, 0),
+            (self.running_share, 0),
+        ):
+            if buffer is not None:
+                buffer.fill_(value)
+
+    def reset_parameters(self) -> None:
+        """Forget everything learnt: affine parameters, running estimates, and the gate."""
+        self._reset_own()
+        reset = getattr(self.gate, "reset_parameters", None)
+        if callable(reset):
+            reset()
+
+    def _reset_own(self) -> None:
+        self.reset_running_stats()
+        if self.weight is not None and self.bias is not None:
+            nn.init.ones_(self.weight)
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor, gates: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        """Normalise x.
+
+        Args:
+            x: (N, C, *positions).
+            gates: (N, K) assignments from outside, used instead of the gate.
+            mask: (N, *positions), True where a position counts in the statistics.
+        """
+        self._check_input(x)
+        estimates = None
+        if self.running_mean is not None and self.running_var is not None:
+            estimates = RunningEstimates(
+                self.running_mean, self.running_var, self.num_batches_tracked, self.running_share
+            )
+        if gates is not None and tuple(gates.shape) != (x.shape[0], self.num_modes):
+            raise ValueError(
+                f"gates have shape {tuple(gates.shape)}; expected ({x.shape[0]}, {self.num_modes}):"
+                f" one row per sample, one column per mode"
+            )
+        training = self.training and not (self.statistics_frozen and estimates is not None)
+        options = Options(training, self.momentum, self.eps, self.running_update)
+        y, used = normalize_modes(
+            x,
+            self.gate if gates is None else gates,
+            estimates,
+            self.weight,
+            self.bias,
+            options,
+            mask,
+        )
+        if self.gate_listener is not None:
+            self.gate_listener(used)
+        return y
+
+    def _check_input(self, x: Tensor) -> None:
+        if x.ndim not in self._ranks:
+            ranks = " or ".join(f"{rank}-d" for rank in self._ranks)
+            raise ValueError(
+                f"{type(self).__name__} takes {ranks} input (samples, channels, positions); "
+                f"got shape {tuple(x.shape)}"
+            )
+        if x.shape[1] != self.num_features:
+            raise ValueError(
+                f"{type(self).__name__} was made for num_features={self.num_features} channels; "
+                f"got {x.shape[1]} in shape {tuple(x.shape)}"
+            )
+
+    def extra_repr(self) -> str:
+        """The arguments, as in torch's norms."""
+        text = (
+            f"{self.num_features}, num_modes={self.num_modes}, eps={self.eps}, "
+            f"momentum={self.momentum}, affine={self.affine}, "
+            f"track_running_stats={self.track_running_stats}"
+        )
+        if self.per_mode_affine:
+            text += ", per_mode_affine=True"
+        if self.running_update != "paper":
+            text += f", running_update={self.running_update!r}"
+        return text
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        self._spread_batchnorm(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _spread_batchnorm(self, state_dict: Any, prefix: str) -> None:
+        """Take a batch norm's state: every mode starts from its statistics, the gate stays."""
+        mean = state_dict.get(prefix + "running_mean")
+        if mean is None or mean.ndim != 1 or self.running_mean is None:
+            return
+        names = ["running_mean", "running_var"]
+        if self.per_mode_affine:
+            names += ["weight", "bias"]
+        for key in (prefix + name for name in names):
+            if key in state_dict and state_dict[key].ndim == 1:
+                state_dict[key] = state_dict[key].expand(self.num_modes, -1)
+        for name, tensor in self.gate.state_dict(prefix=prefix + "gate.").items():
+            state_dict.setdefault(name, tensor)
+        if self.running_share is not None:
+            state_dict.setdefault(prefix + "running_share", self.running_share)
+
+
+class ModeNorm1d(ModeNorm):
+    r"""Mode normalization of (N, C) or (N, C, L) input: batch norm that discovers K modes.
+
+    .. math:: y_n = \alpha \sum_k g_{nk} (x_n - \mu_k) / \sqrt{\sigma_k^2 + \epsilon} + \beta
+
+    A drop-in for `nn.BatchNorm1d`; see `ModeNorm2d` for the arguments and for training and
+    evaluation.
+
+    Example:
+        >>> ModeNorm1d(16, num_modes=4)(torch.randn(32, 16)).shape
+        torch.Size([32, 16])
+    """
+
+    _ranks = (2, 3)
+
+
+class ModeNorm2d(ModeNorm):
+    r"""Mode normalization of (N, C, H, W) input: batch norm that discovers K modes.
+
+    .. math:: y_n = \alpha \sum_k g_{nk} (x_n - \mu_k) / \sqrt{\sigma_k^2 + \epsilon} + \beta
+
+    A gating network looks at each sample's pooled features and assigns it softly to the modes,
+    g_n = softmax(gate(mean_l x_n)). In training μ_k and σ²_k are the batch's gate-weighted mean and
+    biased variance, and move the running estimates; in evaluation they are the running estimates.
+    K=1, or gates that are equal for all samples, give batch normalization. The running variance is
+    the biased one, where torch's batch norm keeps the unbiased one.
+
+    Args:
+        num_features: C.
+        num_modes: K; the cost does not depend on it.
+        eps: added to the variance.
+        momentum: weight of the newest batch in the running estimates (the paper's λ); None averages
+            over all batches.
+        affine: learn a weight and a bias per channel.
+        track_running_stats: keep running estimates; without them evaluation uses the batch's.
+        gate: an `nn.Module` from pooled features (N, C) to logits (N, K), or a function of
+            (num_features, num_modes) that makes one; default is the paper's `LinearGate`.
+        per_mode_affine: one weight and bias per mode, (K, C).
+        running_update: "paper" moves every mode's estimates at the same rate; "usage" weights the
+            rate by the share of the batch that the mode received.
+        device: of parameters and buffers.
+        dtype: of parameters; running estimates are float32 for half types.
+
+    Example:
+        >>> layer = ModeNorm2d(64)  # instead of nn.BatchNorm2d(64)
+        >>> layer(torch.randn(8, 64, 5, 5)).shape
+        torch.Size([8, 64, 5, 5])
+        >>> layer.running_mean.shape
+        torch.Size([2, 64])
+    """
+
+    _ranks = (4,)
+
+
+class ModeNorm3d(ModeNorm):
+    r"""Mode normalization of (N, C, D, H, W) input: batch norm that discovers K modes.
+
+    .. math:: y_n = \alpha \sum_k g_{nk} (x_n - \mu_k) / \sqrt{\sigma_k^2 + \epsilon} + \beta
+
+    A drop-in for `nn.BatchNorm3d`; see `ModeNorm2d` for the arguments and for training and
+    evaluation.
+
+    Example:
+        >>> ModeNorm3d(8)(torch.randn(2, 8, 3, 4, 4)).shape
+        torch.Size([2, 8, 3, 4, 4])
+    """
+
+    _ranks = (5,)
+
+
+class ModeGroupNorm(nn.Module):
+    r"""Mode group normalization: each sample's channels are assigned softly to K modes.
+
+    .. math:: y = (\alpha / K) \sum_k (x - \mu_k) / \sqrt{\sigma_k^2 + \epsilon} + \beta
+
+    The gate looks at each channel's average, g_c = softmax(w mean_l x_c + b). Samples are
+    independent, so training and evaluation are the same and the batch size doesn't matter.
+
+    Args:
+        num_channels: C.
+        num_modes: K.
+        eps: added to the variance.
+        affine: learn a weight and a bias per channel.
+        variance: "pooled" takes σ²_k over the channels' averages, the paper's text; "pixel" over
+            all their values, so that K=1 is GroupNorm with one group.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Shape:
+        (N, C, *positions) → the same
+
+    Example:
+        >>> ModeGroupNorm(64, num_modes=2)(torch.randn(8, 64, 5, 5)).shape
+        torch.Size([8, 64, 5, 5])
+    """
+
+    _version = 1
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        num_channels: int,
+        num_modes: int = 2,
+        eps: float = 1e-5,
+        affine: bool = True,
+        *,
+        variance: str = "pooled",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _check_count("num_channels", num_channels)
+        _check_count("num_modes", num_modes)
+        check_eps(eps)
+        check_choice("variance", variance, ("pooled", "pixel"))
+        self.num_channels = num_channels
+        self.num_modes = num_modes
+        self.eps = eps
+        self.affine = affine
+        self.variance = variance
+        self.gate_listener: GateListener | None = None
+        kind: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.gate_weight = nn.Parameter(torch.empty(num_modes, **kind))
+        self.gate_bias = nn.Parameter(torch.empty(num_modes, **kind))
+        for name in ("weight", "bias"):
+            parameter = nn.Parameter(torch.empty(num_channels, **kind)) if affine else None
+            self.register_parameter(name, parameter)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw a new gate and forget the affine parameters.
+
+        The gate of one number per channel starts as `nn.Linear(1, K)` does: noise, since modes that
+        are equal for all channels would stay so.
+        """
+        nn.init.uniform_(self.gate_weight, -1, 1)
+        nn.init.uniform_(self.gate_bias, -1, 1)
+        if self.weight is not None and self.bias is not None:
+            nn.init.ones_(self.weight)
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x, (N, C, *positions)."""
+        if x.ndim >= 2 and x.shape[1] != self.num_channels:
+            raise ValueError(
+                f"ModeGroupNorm was made for num_channels={self.num_channels}; "
+                f"got {x.shape[1]} in shape {tuple(x.shape)}"
+            )
+        y, used = normalize_channels(
+            x,
+            self.gate_weight,
+            self.gate_bias,
+            self.weight,
+            self.bias,
+            self.eps,
+            self.variance,
+        )
+        if self.gate_listener is not None:
+            self.gate_listener(used)
+        return y
+
+    def extra_repr(self) -> str:
+        """The arguments, as in torch's norms."""
+        return (
+            f"{self.num_channels}, num_modes={self.num_modes}, eps={self.eps}, "
+            f"affine={self.affine}, variance={self.variance!r}"
+        )
+
+
+def _check_count(name: str, value: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")

@@ -1,0 +1,167 @@
+"""The small part, and all of the paper: from channel moments to one map per sample and channel.
+
+Letters: N samples, C channels, K modes. Every norm of this family is
+
+    y_ncl = (x_ncl − m_nc) · scale_nc + shift_nc,
+
+where scale and shift depend on x only through the moments m_nc = mean_l x and v_nc = var_l x.
+Plain differentiable operators on (N, C) arrays; the fused kernels compute the same.
+Derivations: docs/math.md.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "RunningEstimates",
+    "Statistics",
+    "batch_statistics",
+    "channel_modes",
+    "coefficients",
+    "update_running",
+]
+
+
+class Statistics(NamedTuple):
+    """What each mode looks like: mean and biased variance per channel, and the mass it received."""
+
+    mean: Tensor  # (K, C)
+    var: Tensor  # (K, C)
+    mass: Tensor  # (K,), Σ_n g_nk
+    share: Tensor  # (K,), mass over the mass of all samples
+
+
+class RunningEstimates(NamedTuple):
+    """A layer's buffers, changed in place by a training step."""
+
+    mean: Tensor  # (K, C)
+    var: Tensor  # (K, C)
+    num_batches_tracked: Tensor | None = None
+    share: Tensor | None = None  # (K,), summed shares, for momentum=None with "usage"
+
+
+def batch_statistics(
+    mean: Tensor, var: Tensor, gates: Tensor, counts: Tensor | None = None
+) -> Statistics:
+    """μ_k and σ²_k of the batch, as sums of squares around a mean: never ⟨x²⟩ − ⟨x⟩².
+
+    A mode that no sample belongs to gets mean 0 and variance 0: finite, and multiplied by 0 later.
+
+    Args:
+        mean: m, (N, C).
+        var: v, (N, C).
+        gates: g, (N, K).
+        counts: (N,), positions that count in each sample; None when all samples have the same.
+    """
+    total = gates.shape[0] if counts is None else counts.sum()
+    if counts is not None:
+        gates = gates * counts[:, None]
+    mass = gates.sum(0)  # (K,)
+    weights = (gates / mass.clamp_min(torch.finfo(gates.dtype).tiny)).t()  # (K, N), rows sum to 1
+    mode_mean = weights @ mean
+    between = (mean - mode_mean[:, None]) ** 2  # (K, N, C)
+    mode_var = torch.einsum("kn,knc->kc", weights, var + between)
+    return Statistics(mode_mean, mode_var, mass, mass / total)
+
+
+def coefficients(
+    mode_mean: Tensor,
+    mode_var: Tensor,
+    gates: Tensor,
+    centre: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Scale and shift, (N, C), of the map y = (x − centre) · scale + shift.
+
+    scale = α Σ_k g_nk/σ_k and shift = β + α Σ_k g_nk (centre − μ_k)/σ_k: only differences of means
+    appear, so a large mean costs no digits. Weight and bias are (C,), or (K, C) for one per mode.
+    """
+    inverse = torch.rsqrt(mode_var + eps)  # (K, C)
+    if weight is not None:
+        inverse = inverse * weight
+    offset = inverse * (centre[:, None] - mode_mean)  # (N, K, C)
+    if bias is not None and bias.ndim == 2:
+        offset = offset + bias
+    shift = torch.einsum("nk,nkc->nc", gates, offset)
+    if bias is not None and bias.ndim == 1:
+        shift = shift + bias
+    return gates @ inverse, shift
+
+
+def channel_modes(
+    mean: Tensor,
+    var: Tensor | None,
+    gate_weight: Tensor,
+    gate_bias: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Mode group normalization's scale and shift, (N, C), and its gates, (N, C, K).
+
+    With var, σ²_k is taken over all values of the channels; without, over their averages.
+    """
+    gates = torch.softmax(mean[..., None] * gate_weight + gate_bias, dim=-1)  # (N, C, K)
+    weights = gates / gates.sum(1, keepdim=True)
+    mode_mean = (weights * mean[..., None]).sum(1)  # (N, K)
+    square = (mean[..., None] - mode_mean[:, None]) ** 2  # (N, C, K)
+    if var is not None:
+        square = square + var[..., None]
+    inverse = torch.rsqrt((weights * square).sum(1) + eps)  # (N, K)
+    scale = inverse.mean(1, keepdim=True).expand_as(mean)
+    shift = ((mean[..., None] - mode_mean[:, None]) * inverse[:, None]).mean(-1)
+    if weight is not None:
+        scale, shift = scale * weight, shift * weight
+    if bias is not None:
+        shift = shift + bias
+    return scale, shift, gates
+
+
+@torch.no_grad()
+def update_running(
+    estimates: RunningEstimates, batch: Statistics, momentum: float | None, running_update: str
+) -> None:
+    """Move the running estimates towards the batch, without the cancellation of ⟨x²⟩ − ⟨x⟩².
+
+    With d = μ − running_mean this is the paper's average of ⟨x⟩ and ⟨x²⟩ with rate λ:
+    running_var ← (1−λ) running_var + λ σ² + λ(1−λ) d² and running_mean ← running_mean + λ d.
+    A batch with NaN or infinity, and a mode without samples, leave the estimates as they were.
+
+    Args:
+        estimates: changed in place.
+        batch: the batch's statistics.
+        momentum: λ; None averages over all batches so far.
+        running_update: "paper" gives every mode the same rate; "usage" weights it by the mode's
+            share of the batch.
+    """
+    finite = torch.isfinite(batch.mean).all() & torch.isfinite(batch.var).all()
+    share = torch.where(finite, batch.share, 0)
+    if estimates.num_batches_tracked is not None:
+        estimates.num_batches_tracked.add_(finite)
+    if estimates.share is not None:
+        estimates.share.add_(share)
+    rate = _rate(estimates, share, momentum, running_update)[:, None]  # (K, 1)
+    used = (finite & (batch.mass > 0))[:, None]
+    step = batch.mean - estimates.mean
+    var = (1 - rate) * estimates.var + rate * batch.var + rate * (1 - rate) * step**2
+    estimates.var.copy_(torch.where(used, var, estimates.var))
+    estimates.mean.copy_(torch.where(used, estimates.mean + rate * step, estimates.mean))
+
+
+def _rate(
+    estimates: RunningEstimates, share: Tensor, momentum: float | None, running_update: str
+) -> Tensor:
+    """λ of each mode, (K,)."""
+    if momentum is not None:
+        return momentum * (share if running_update == "usage" else torch.ones_like(share))
+    if running_update == "usage":
+        assert estimates.share is not None
+        return share / estimates.share.clamp_min(torch.finfo(share.dtype).tiny)
+    assert estimates.num_batches_tracked is not None
+    return (1 / estimates.num_batches_tracked.clamp_min(1).to(share.dtype)).expand_as(share)

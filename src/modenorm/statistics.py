@@ -1,0 +1,94 @@
+"""Running estimates of a whole model: take them anew, or hold them still."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from modenorm.layers import ModeNorm
+
+__all__ = ["freeze_statistics", "recalibrate"]
+
+
+@torch.no_grad()
+def recalibrate(model: nn.Module, batches: Iterable[Any]) -> int:
+    """Take the running estimates anew, as equal averages over the batches.
+
+    What `torch.optim.swa_utils.update_bn` does for batch norm, after averaging weights (SWA, EMA)
+    or to remove the lag of exponential averages. The other parts of the model run as in evaluation;
+    modes of training, momenta and parameters are left as they were.
+
+    Args:
+        model: any model with mode norms.
+        batches: inputs of the model, or tuples and lists whose first entry is the input.
+
+    Returns:
+        The number of batches used.
+
+    Example:
+        >>> import modenorm
+        >>> layer = modenorm.ModeNorm2d(3)
+        >>> recalibrate(layer, [torch.randn(8, 3, 4, 4) for _ in range(5)])
+        5
+    """
+    layers = [module for module in model.modules() if isinstance(module, ModeNorm)]
+    layers = [layer for layer in layers if layer.track_running_stats]
+    if not layers:
+        raise ValueError("recalibrate found no mode norm with running estimates in the model")
+    count = 0
+    with _collecting(model, layers):
+        for layer in layers:
+            layer.reset_running_stats()
+        for batch in batches:
+            model(batch if isinstance(batch, Tensor) else batch[0])
+            count += 1
+    if count == 0:
+        raise ValueError("recalibrate got no batches; the running estimates are now at their start")
+    return count
+
+
+@contextlib.contextmanager
+def _collecting(model: nn.Module, layers: list[ModeNorm]) -> Iterator[None]:
+    """Evaluation mode everywhere but in the layers, which average over all batches."""
+    training = {module: module.training for module in model.modules()}
+    momenta = {layer: layer.momentum for layer in layers}
+    frozen = {layer: layer.statistics_frozen for layer in layers}
+    model.eval()
+    try:
+        for layer in layers:
+            layer.training, layer.momentum, layer.statistics_frozen = True, None, False
+        yield
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+        for layer in layers:
+            layer.momentum, layer.statistics_frozen = momenta[layer], frozen[layer]
+
+
+def freeze_statistics(model: nn.Module, frozen: bool = True) -> list[str]:
+    """Let mode norms use their running estimates, unchanged, also in training mode.
+
+    Parameters and gates still learn. Unlike `layer.eval()` this survives `model.train()`.
+
+    Args:
+        model: any model with mode norms.
+        frozen: False lets the statistics move again.
+
+    Returns:
+        The names of the layers that were set.
+
+    Example:
+        >>> import modenorm
+        >>> freeze_statistics(nn.Sequential(nn.Conv2d(3, 8, 3), modenorm.ModeNorm2d(8)))
+        ['1']
+    """
+    names = []
+    for name, module in model.named_modules():
+        if isinstance(module, ModeNorm) and module.track_running_stats:
+            module.statistics_frozen = frozen
+            names.append(name)
+    return names
