@@ -1,0 +1,140 @@
+"""`modenorm data`: which data sets are there, get them, check them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, ParamSpec
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Table
+
+from modenorm.lab.data import DataError
+from modenorm.lab.data.cache import FOLDER
+from modenorm.lab.data.catalog import MULTITASK, PUBLISHED
+from modenorm.lab.data.download import download as get
+from modenorm.lab.data.verify import Verdict, present, write_json
+from modenorm.lab.data.verify import verify as check
+
+app = typer.Typer(help="List, download and verify data sets.", no_args_is_help=True)
+P = ParamSpec("P")
+
+Folder = Annotated[Path, typer.Option("--data", metavar="DIR", help="Folder with the data sets.")]
+Names = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[NAME]...", help=f"Of {', '.join(PUBLISHED)}.", show_default=False),
+]
+
+
+def one_sentence(command: Callable[P, None]) -> Callable[P, None]:
+    """End with exit code 2 and the message when the data are at fault."""
+
+    @wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            command(*args, **kwargs)
+        except (DataError, OSError) as error:
+            Console(stderr=True, soft_wrap=True).print(str(error), style="red", markup=False)
+            raise typer.Exit(2) from None
+
+    return run
+
+
+@app.command("list")
+@one_sentence
+def list_sets(data: Folder = Path("data")) -> None:
+    """Show which data sets are in the folder."""
+    table = Table(title=f"Data sets in {data}")
+    for heading in ("name", "images", "classes", "files", "cached"):
+        table.add_column(heading, justify="right" if heading in ("images", "classes") else "left")
+    there = present(data)
+    for name, published in PUBLISHED.items():
+        images = " + ".join(str(sum(counts)) for counts in published.histograms.values())
+        where = str(published.find(data)[0].parent) if name in there else "[dim]not there"
+        cached = (data / FOLDER / f"{name}.safetensors").exists()
+        classes = str(len(published.classes))
+        table.add_row(name, images, classes, where, "yes" if cached else "")
+    table.add_row("multitask", "243257 + 56032", "40", ", ".join(MULTITASK), "")
+    table.add_row("builtin", "12000 + 4000", "40", "made by code", "")
+    Console().print(table)
+
+
+@app.command()
+@one_sentence
+def download(
+    names: Names = None,
+    data: Folder = Path("data"),
+    force: Annotated[bool, typer.Option(help="Replace files of another content.")] = False,
+) -> None:
+    """Get data sets from their usual addresses; without names, all of them."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    for name in names or PUBLISHED:
+        with Progress(*columns, console=Console(stderr=True)) as progress:
+            paths = get(name, data, _reporter(progress, name), force)
+        typer.echo(f"{name}: {len(paths)} files in {paths[0].parent}")
+
+
+def _reporter(progress: Progress, name: str) -> Callable[[str, int, int], None]:
+    tasks = {}
+
+    def report(file: str, done: int, total: int) -> None:
+        if file not in tasks:
+            tasks[file] = progress.add_task(f"{name} {file}")
+        progress.update(tasks[file], completed=done, total=total or None)
+
+    return report
+
+
+@app.command()
+@one_sentence
+def verify(
+    names: Names = None,
+    data: Folder = Path("data"),
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the findings.")] = None,
+) -> None:
+    """Compare counts, shapes and labels with the published ones; without names, all there is."""
+    chosen = names or present(data)
+    if not chosen:
+        raise DataError(f"no data set in {data}: expected one of {', '.join(PUBLISHED)}")
+    verdicts = [verdict for name in chosen for verdict in check(name, data)]
+    Console().print(_table(verdicts))
+    if json is not None:
+        write_json(json, verdicts)
+    wrong = [f"{v.dataset} {v.split}: {problem}" for v in verdicts for problem in v.problems]
+    if wrong:
+        raise DataError("\n".join(wrong))
+
+
+def _table(verdicts: Iterable[Verdict]) -> Table:
+    table = Table(title="Data sets against what is published")
+    for heading in ("set", "split", "images", "shape", "per class", "files", "sha256", ""):
+        table.add_column(heading, justify="right" if heading == "images" else "left")
+    for v in verdicts:
+        low, high = min(v.histogram), max(v.histogram)
+        table.add_row(
+            v.dataset,
+            v.split,
+            str(v.count),
+            "×".join(map(str, v.shape)),
+            str(low) if low == high else f"{low} to {high}",
+            "original" if v.original_files else "rewritten",
+            v.sha256[:12],
+            "[red]differs" if v.problems else "[green]as published",
+        )
+    return table

@@ -1,0 +1,24 @@
+"""What the readers hand over, checked once: as many labels as images, every label a class."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from modenorm.lab.data.sets import DataError
+
+Split = tuple[np.ndarray, np.ndarray]  # images uint8 (N, 1 or 3, H, W), labels int64 (N,)
+Splits = dict[str, Split]  # "train", "test"
+
+
+def checked(path: Path, images: np.ndarray, labels: np.ndarray, num_classes: int) -> Split:
+    """Images and labels as every reader returns them, or an error that names `path`."""
+    if len(images) != len(labels):
+        raise DataError(f"{path}: {len(images)} images, expected {len(labels)} as there are labels")
+    if len(images) == 0:
+        raise DataError(f"{path}: no images, expected at least one")
+    if labels.min() < 0 or labels.max() >= num_classes:
+        wrong = labels.min() if labels.min() < 0 else labels.max()
+        raise DataError(f"{path}: label {wrong}, expected 0 to {num_classes - 1}")
+    return images, labels.astype(np.int64)

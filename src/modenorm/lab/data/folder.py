@@ -1,0 +1,158 @@
+"""Image folders: train/<class>/… and val/<class>/… as ILSVRC12 and Imagenette, or Tiny-ImageNet.
+
+`index_folder` only lists files; `read_folder` decodes them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from modenorm.lab.data.checks import Split, Splits
+from modenorm.lab.data.sets import DataError
+
+SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm"})
+TEST_FOLDERS = ("val", "validation", "test")
+ANNOTATIONS = "val_annotations.txt"
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Image files and, for each, the index of its class."""
+
+    paths: tuple[Path, ...]
+    labels: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class FolderIndex:
+    """The files of an image folder; classes are the names of the training folders, sorted."""
+
+    classes: tuple[str, ...]
+    train: Listing
+    test: Listing
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """All files, training first."""
+        return self.train.paths + self.test.paths
+
+
+def index_folder(folder: Path) -> FolderIndex:
+    """List the images of a folder with a training and a validation part."""
+    train = folder / "train"
+    if not train.is_dir():
+        raise DataError(f"{train}: missing; expected train/<class>/ and val/<class>/ in {folder}")
+    classes = tuple(_class_folders(train))
+    if not classes:
+        raise DataError(f"{train}: no classes, expected one folder for each class")
+    test = next((folder / name for name in TEST_FOLDERS if (folder / name).is_dir()), None)
+    if test is None:
+        raise DataError(f"{folder / 'val'}: missing; expected val/<class>/ beside train/")
+    annotated = (test / ANNOTATIONS).is_file()
+    return FolderIndex(
+        classes,
+        _list_classes(train, classes),
+        _list_annotated(test, classes) if annotated else _list_classes(test, classes),
+    )
+
+
+def read_folder(index: FolderIndex, size: int | None = None) -> Splits:
+    """Decode all images; `size` resizes the short side and crops the centre.
+
+    Without `size` all images must have one size.
+    """
+    return {"train": _decode(index.train, size), "test": _decode(index.test, size)}
+
+
+def _class_folders(folder: Path) -> list[str]:
+    names = (entry.name for entry in os.scandir(folder) if entry.is_dir())
+    return sorted(name for name in names if not name.startswith("."))
+
+
+def _list_classes(folder: Path, classes: Sequence[str]) -> Listing:
+    unknown = [name for name in _class_folders(folder) if name not in set(classes)]
+    if unknown:
+        raise DataError(f"{folder / unknown[0]}: unknown class, expected those of train/")
+    paths: list[Path] = []
+    labels: list[int] = []
+    for label, name in enumerate(classes):
+        found = sorted(p for p in (folder / name).rglob("*") if p.suffix.lower() in SUFFIXES)
+        paths += found
+        labels += [label] * len(found)
+    return _listing(folder, paths, labels)
+
+
+def _list_annotated(folder: Path, classes: Sequence[str]) -> Listing:
+    """Tiny-ImageNet's val/: all images in one folder, classes in a table."""
+    table = folder / ANNOTATIONS
+    numbers = {name: label for label, name in enumerate(classes)}
+    paths: list[Path] = []
+    labels: list[int] = []
+    for line in table.read_text(encoding="utf-8", errors="replace").splitlines():
+        name, _, rest = line.partition("\t")
+        label = rest.partition("\t")[0].strip()
+        if label not in numbers:
+            raise DataError(f"{table}: line {line!r}, expected a file and a class of train/")
+        path = folder / "images" / name
+        if not path.is_file():
+            raise DataError(f"{path}: missing, expected because {ANNOTATIONS} names it")
+        paths.append(path)
+        labels.append(numbers[label])
+    return _listing(folder, paths, labels)
+
+
+def _listing(folder: Path, paths: list[Path], labels: list[int]) -> Listing:
+    if not paths:
+        raise DataError(f"{folder}: no images, expected files such as <class>/name.jpeg")
+    return Listing(tuple(paths), tuple(labels))
+
+
+def _decode(listing: Listing, size: int | None) -> Split:
+    first = _open(listing.paths[0], size)
+    images = np.empty((len(listing.paths), 3, *first.shape[:2]), np.uint8)
+
+    def decode(i: int) -> None:
+        path = listing.paths[i]
+        pixels = _open(path, size)
+        if pixels.shape != first.shape:
+            got, want = pixels.shape[1::-1], first.shape[1::-1]
+            raise DataError(
+                f"{path}: {got[0]}×{got[1]} pixels, expected {want[0]}×{want[1]} as the first "
+                "image; give a size"
+            )
+        images[i] = pixels.transpose(2, 0, 1)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for _ in pool.map(decode, range(len(listing.paths)), chunksize=64):
+            pass
+    return images, np.array(listing.labels, np.int64)
+
+
+def _open(path: Path, size: int | None) -> np.ndarray:
+    try:
+        with Image.open(path) as image:
+            if size is None:
+                return np.asarray(image.convert("RGB"))
+            return np.asarray(_short_side_crop(image, size))
+    # Decoders raise SyntaxError, struct.error and others beside OSError.
+    except Exception as error:
+        raise DataError(f"{path}: expected a complete image file ({error})") from error
+
+
+def _short_side_crop(image: Image.Image, size: int) -> Image.Image:
+    image.draft("RGB", (size, size))  # lets the JPEG decoder skip detail, never below the size
+    image = image.convert("RGB")
+    width, height = image.size
+    scale = size / min(width, height)
+    width, height = max(size, round(width * scale)), max(size, round(height * scale))
+    if image.size != (width, height):
+        image = image.resize((width, height), Image.Resampling.BILINEAR)
+    left, top = (width - size) // 2, (height - size) // 2
+    return image.crop((left, top, left + size, top + size))
