@@ -1,0 +1,188 @@
+"""Checkpoints: one safetensors file, with everything that is not a tensor as JSON in its header.
+
+One file, replaced as a whole, cannot disagree with itself. Reading it runs no code.
+"""
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from modenorm.gates import LinearGate, StandardizedGate
+from modenorm.lab.models import create_model
+from modenorm.lab.training.config import TrainConfig
+from modenorm.lab.training.files import write_whole
+
+FORMAT = "modenorm training 1"
+GATES = {None: None, "linear": LinearGate, "standardized": StandardizedGate}
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used: the file and what was expected."""
+
+
+@dataclass
+class Position:
+    """How far a training has come.
+
+    Attributes:
+        step: Finished steps.
+        seconds: Time spent on them.
+        metrics: The records of all evaluations so far.
+    """
+
+    step: int = 0
+    seconds: float = 0.0
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class About:
+    """What a model has to know about its data, so that it can be used without them."""
+
+    classes: tuple[str, ...]
+    domain_names: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A training at rest. Tensors are named model.*, momentum.*, generator.* and loss.sum."""
+
+    config: TrainConfig
+    about: About
+    position: Position
+    tensors: dict[str, Tensor]
+
+    def save(self, path: Path) -> None:
+        """Replace the file at `path`, or leave it as it was and raise OSError."""
+        header = {
+            "format": FORMAT,
+            "config": json.loads(self.config.to_json()),
+            "about": asdict(self.about),
+            "position": asdict(self.position),
+        }
+        tensors = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
+        write_whole(path, save(tensors, metadata={"training": json.dumps(header, sort_keys=True)}))
+
+    @classmethod
+    def load(cls, path: Path) -> "Checkpoint":
+        """Read a checkpoint; raises `CheckpointError` for anything else."""
+        header, tensors = _read(path)
+        try:
+            if header["format"] != FORMAT:
+                raise CheckpointError(
+                    f"{path} has format {header['format']!r}, expected {FORMAT!r}: "
+                    "use the version of modenorm that wrote it"
+                )
+            about = {name: tuple(values) for name, values in header["about"].items()}
+            return cls(
+                config=TrainConfig.from_json(json.dumps(header["config"])),
+                about=About(**about),
+                position=Position(**header["position"]),
+                tensors=tensors,
+            )
+        except CheckpointError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"{path} is no checkpoint of a training ({error}): choose another file"
+            ) from None
+
+    def part(self, name: str) -> dict[str, Tensor]:
+        """The tensors of one part, such as "model", without its prefix."""
+        prefix = name + "."
+        return {
+            key.removeprefix(prefix): tensor
+            for key, tensor in self.tensors.items()
+            if key.startswith(prefix)
+        }
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = (file.metadata() or {}).get("training")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist: give the path of a checkpoint") from None
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{path} is not a whole safetensors file ({error}): restore it from a copy, or delete "
+            "it to start again"
+        ) from None
+    if header is None:
+        raise CheckpointError(f"{path} holds no training, only tensors: choose another file")
+    return json.loads(header), tensors
+
+
+def build_model(config: TrainConfig, num_classes: int, generator: torch.Generator) -> nn.Module:
+    """Create the model of a configuration with its initial weights, on the CPU."""
+    if config.gate not in GATES:
+        known = ", ".join(name for name in GATES if name)
+        raise ValueError(f"unknown gate {config.gate!r}; known: {known}")
+    model = create_model(
+        config.model,
+        num_classes=num_classes,
+        norm=config.norm,
+        modes=config.modes,
+        groups=config.groups,
+        where=config.where,
+        gate=GATES[config.gate],
+        variance=config.variance,
+        generator=generator,
+        **config.options,
+    )
+    for module in model.modules():
+        if getattr(module, "running_mean", None) is not None:
+            module.momentum = config.running_momentum  # type: ignore[assignment]
+    return model
+
+
+def load_state(model: nn.Module, state: dict[str, Tensor], path: Path) -> None:
+    """Copy weights and buffers into a model; names and shapes must agree.
+
+    Raises:
+        CheckpointError: They are of another model. Nothing is changed.
+    """
+    expected = model.state_dict()
+    _check_names(expected, state, path)
+    model.load_state_dict(state)
+
+
+def copy_tensors(targets: dict[str, Tensor], state: dict[str, Tensor], path: Path) -> None:
+    """Copy tensors into others of the same names and shapes, as `load_state` does."""
+    _check_names(targets, state, path)
+    for name, target in targets.items():
+        target.copy_(state[name])
+
+
+def _check_names(expected: dict[str, Tensor], state: dict[str, Tensor], path: Path) -> None:
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    for name, tensor in expected.items():
+        if shapes.pop(name, None) != tuple(tensor.shape):
+            found = tuple(state[name].shape) if name in state else "nothing"
+            raise CheckpointError(
+                f"{path} is of another model: it holds {found} for {name!r}, expected "
+                f"{tuple(tensor.shape)}: use the configuration it was trained with"
+            )
+    if shapes:
+        raise CheckpointError(
+            f"{path} is of another model: expected no {min(shapes)!r}: use the configuration it "
+            "was trained with"
+        )
+
+
+def load_model(path: Path, device: torch.device | str = "cpu") -> tuple[nn.Module, Checkpoint]:
+    """Rebuild the trained model of a checkpoint, in evaluation mode, and tell what it was."""
+    checkpoint = Checkpoint.load(path)
+    num_classes = len(checkpoint.about.classes)
+    model = build_model(checkpoint.config, num_classes, torch.Generator().manual_seed(0))
+    load_state(model, checkpoint.part("model"), path)
+    return model.to(device).eval(), checkpoint

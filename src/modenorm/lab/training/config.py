@@ -1,0 +1,180 @@
+"""What one training is: a frozen configuration, its checks, its name, and the paper's recipes."""
+
+import dataclasses
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any, Literal, get_args, get_type_hints
+
+Unit = Literal["samples", "epochs", "updates"]
+Precision = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Everything that decides the result of one training.
+
+    Attributes:
+        model: A name in `modenorm.lab.models.MODELS`.
+        dataset: A name that `modenorm.lab.data.load` knows.
+        image_size: Side of the images of a folder whose images differ in size; None otherwise.
+        norm: The normalization: bn, in, ln, gn, mn or mgn.
+        modes: K of mn and mgn.
+        groups: Groups of gn.
+        options: Further arguments of the model, such as {"activation": "sigmoid"} of lenet.
+        where: Replace "all" norms of the model, or only the "first".
+        gate: The gating network of mn; None is the paper's.
+        variance: Which variance mgn takes, "pooled" or "pixel".
+        running_momentum: λ, the weight of a new batch in the running estimates.
+        batch: N, samples in a batch.
+        lr: The first learning rate.
+        momentum: Of SGD.
+        weight_decay: Of SGD.
+        unit: What `total`, `milestones` and `eval_every` count.
+        total: Length of the training.
+        milestones: Where the learning rate is multiplied by `factor`.
+        factor: See `milestones`.
+        eval_every: Distance between evaluations on the test set; the end is always evaluated.
+        augment: Random crops after padding by four, and random flips.
+        seed: Decides the initial weights, the order of samples, augmentation and dropout.
+        dtype: "bfloat16" computes under autocast; weights stay float32.
+        channels_last: Keep images and weights in torch's channels_last format.
+    """
+
+    model: str
+    dataset: str
+    image_size: int | None = None
+    norm: str = "bn"
+    modes: int = 2
+    groups: int = 2
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    where: str = "all"
+    gate: str | None = None
+    variance: str = "pooled"
+    running_momentum: float = 0.1
+    batch: int = 128
+    lr: float = 0.1
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    unit: Unit = "epochs"
+    total: int = 100
+    milestones: tuple[int, ...] = ()
+    factor: float = 0.1
+    eval_every: int = 1
+    augment: bool = False
+    seed: int = 0
+    dtype: Precision = "float32"
+    channels_last: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "milestones", tuple(self.milestones))
+        for name in ("batch", "modes", "groups", "total", "eval_every"):
+            _require(self, name, getattr(self, name) >= 1, "at least 1")
+        for name in ("lr", "factor"):
+            value = getattr(self, name)
+            _require(self, name, math.isfinite(value) and value > 0, "a finite number above 0")
+        for name in ("momentum", "weight_decay"):
+            _require(self, name, 0 <= getattr(self, name) < 1, "at least 0 and below 1")
+        _require(self, "running_momentum", 0 < self.running_momentum <= 1, "above 0 and at most 1")
+        _require(self, "unit", self.unit in get_args(Unit), _one_of(Unit))
+        _require(self, "dtype", self.dtype in get_args(Precision), _one_of(Precision))
+        rising = list(self.milestones) == sorted(set(self.milestones))
+        _require(self, "milestones", rising, "in rising order, such as 80,120")
+
+    @property
+    def run_id(self) -> str:
+        """A readable name that ends in a hash of the whole configuration."""
+        count = {"mn": self.modes, "mgn": self.modes, "gn": self.groups}.get(self.norm, "")
+        digest = hashlib.sha256(self.to_json().encode()).hexdigest()[:8]
+        data = PurePath(self.dataset.removeprefix("folder:")).name
+        return f"{self.model}-{data}-{self.norm}{count}-n{self.batch}-s{self.seed}-{digest}"
+
+    def to_json(self) -> str:
+        """Write the configuration with sorted names."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> "TrainConfig":
+        """Read what `to_json` wrote; raises ValueError for anything else."""
+        values = json.loads(text)
+        if not isinstance(values, dict):
+            raise ValueError(f"a configuration is a JSON object, got {type(values).__name__}")
+        types = get_type_hints(cls)
+        unknown = sorted(values.keys() - types.keys())
+        if unknown:
+            raise ValueError(f"unknown setting {unknown[0]!r}: a configuration has {sorted(types)}")
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise ValueError(f"not a configuration: {error}") from None
+
+    def differences(self, other: "TrainConfig") -> list[str]:
+        """Describe every setting in which `other` differs."""
+        mine, theirs = dataclasses.asdict(self), dataclasses.asdict(other)
+        return [
+            f"{name} {theirs[name]!r} instead of {mine[name]!r}"
+            for name in mine
+            if mine[name] != theirs[name]
+        ]
+
+
+def _require(config: TrainConfig, name: str, holds: bool, rule: str) -> None:
+    if not holds:
+        option = "--" + name.replace("_", "-")
+        raise ValueError(f"{name} is {getattr(config, name)!r}, but must be {rule}: set {option}")
+
+
+def _one_of(literal: Any) -> str:
+    return "one of " + ", ".join(get_args(literal))
+
+
+_CIFAR = {"dataset": "cifar10", "batch": 128, "lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4}
+_RESNET = {**_CIFAR, "total": 160, "milestones": (80, 120), "augment": True}
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "lenet": {
+        "dataset": "multitask",
+        "batch": 128,
+        "lr": 0.1,
+        "unit": "samples",
+        "total": 3_500_000,
+        "milestones": (2_500_000, 3_000_000),
+        "eval_every": 100_000,
+    },
+    "nin": {**_CIFAR, "total": 100, "milestones": (65, 80), "augment": True},
+    "vgg13": {**_CIFAR, "total": 100, "milestones": (65, 80, 90), "augment": True},
+    "resnet20": _RESNET,
+    "resnet56": _RESNET,
+    "resnet110": _RESNET,
+    "resnet18": {
+        **_CIFAR,
+        "dataset": "folder:imagenet",
+        "image_size": 224,
+        "batch": 256,
+        "total": 90,
+        "milestones": (30, 60),
+        "augment": True,
+    },
+}
+"""The paper's settings of every model; weight decay 1e-4 for NIN and VGG13 is our reading."""
+
+
+def recipe(model: str, **changes: Any) -> TrainConfig:
+    """Take the paper's settings for a model, with changes.
+
+    A change of `unit` or `total` alone drops the recipe's other distances, which would be counted
+    in the wrong unit or lie beyond the end: give `milestones` and `eval_every` with it.
+
+    >>> recipe("resnet20", norm="mn", seed=3).run_id
+    'resnet20-cifar10-mn2-n128-s3-...'
+    """
+    family = model if model in RECIPES else model.split("-")[0].split("_")[0]
+    if family not in RECIPES:
+        raise ValueError(f"no recipe for model {model!r}: known are {', '.join(RECIPES)}")
+    settings = dict(RECIPES[family])
+    if changes.keys() & {"unit", "total"}:
+        total = changes.get("total", settings["total"])
+        settings.update(milestones=(), eval_every=max(1, total // 20))
+    return TrainConfig(**{"model": model, **settings, **changes})

@@ -1,0 +1,51 @@
+"""Files that are whole or not there at all, whatever happens while they are written."""
+
+import contextlib
+import os
+from pathlib import Path
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file so that its name always stands for the whole old or the whole new content.
+
+    Raises:
+        OSError: It could not be written; the old file, if there was one, is untouched.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+        _sync_directory(path.parent)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise describe(error, path, "what was saved before is kept") from None
+
+
+def append_line(path: Path, line: str) -> None:
+    """Append one line to a file."""
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+    except OSError as error:
+        raise describe(error, path, "what was saved before is kept") from None
+
+
+def describe(error: OSError, path: Path, consequence: str) -> OSError:
+    """Say in one sentence which file could not be written, why, and what to do."""
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    return OSError(
+        f"cannot write {path}: {reason}; {consequence}: make room or choose another folder, "
+        "then give the same command again"
+    )
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

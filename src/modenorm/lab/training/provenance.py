@@ -1,0 +1,49 @@
+"""Where a number comes from: machine, versions, commit and date."""
+
+import datetime
+import functools
+import platform
+import subprocess
+from pathlib import Path
+
+import torch
+
+import modenorm
+
+
+def provenance(device: torch.device) -> dict[str, str]:
+    """Say what a result was computed with, and when."""
+    return {
+        "device": device_name(device),
+        "torch": torch.__version__,
+        "modenorm": modenorm.__version__,
+        "commit": commit(),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """The name of the GPU, or of the CPU as far as the system tells it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+@functools.cache
+def commit() -> str:
+    """The commit of this package's checkout, "+" if it was changed; "unknown" if there is none."""
+    git = ["git", "-C", str(Path(modenorm.__file__).parent)]
+    try:
+        name = _output([*git, "rev-parse", "--short=12", "HEAD"])
+        changed = _output([*git, "status", "--porcelain", "--untracked-files=no"])
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return name + ("+" if changed else "")
+
+
+def _output(command: list[str]) -> str:
+    return subprocess.run(command, capture_output=True, check=True, text=True).stdout.strip()

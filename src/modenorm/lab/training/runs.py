@@ -1,0 +1,123 @@
+"""Runs are directories: what a training is, how far it came and how it ended, as files.
+
+config.json, metrics.jsonl (one line per evaluation), checkpoint.safetensors, and at the end
+result.json and an empty `done`, or `failed` with the reason.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from modenorm.lab.training.config import TrainConfig
+from modenorm.lab.training.files import append_line, describe, write_whole
+
+State = Literal["done", "failed", "incomplete", "missing"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training and its directory."""
+
+    config: TrainConfig
+    path: Path
+
+    @classmethod
+    def of(cls, config: TrainConfig, runs_dir: Path) -> "Run":
+        """The run of a configuration; its directory may not exist yet."""
+        return cls(config, runs_dir / config.run_id)
+
+    @classmethod
+    def open(cls, path: Path) -> "Run":
+        """Open the run in an existing directory."""
+        file = path / "config.json"
+        try:
+            return cls(TrainConfig.from_json(file.read_text()), path)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{file} is no configuration of a run ({error})") from None
+
+    @property
+    def state(self) -> State:
+        """Whether the run is done, failed, incomplete or missing."""
+        if (self.path / "done").exists():
+            return "done"
+        if (self.path / "failed").exists():
+            return "failed"
+        return "incomplete" if (self.path / "config.json").exists() else "missing"
+
+    @property
+    def checkpoint(self) -> Path:
+        """Where the run's checkpoint is or will be."""
+        return self.path / "checkpoint.safetensors"
+
+    def start(self) -> None:
+        """Make the directory, or take up one that exists; a mark of failure is taken back."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise describe(error, self.path, "nothing was trained") from None
+        (self.path / "failed").unlink(missing_ok=True)
+        write_whole(self.path / "config.json", (self.config.to_json() + "\n").encode())
+
+    def lock(self) -> IO[str]:
+        """Keep other processes out until the returned file is closed, or this process ends."""
+        file = (self.path / "lock").open("w")
+        try:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except ImportError:  # Windows goes without
+            pass
+        except OSError:
+            file.close()
+            raise ValueError(
+                f"{self.path} is being trained by another process: wait until it ends"
+            ) from None
+        return file
+
+    def set_metrics(self, records: Iterable[dict[str, Any]]) -> None:
+        """Make metrics.jsonl hold these records alone, as after a resume."""
+        text = "".join(json.dumps(record) + "\n" for record in records)
+        write_whole(self.path / "metrics.jsonl", text.encode())
+
+    def add_metrics(self, record: dict[str, Any]) -> None:
+        """Append one record to metrics.jsonl."""
+        append_line(self.path / "metrics.jsonl", json.dumps(record))
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Read metrics.jsonl; a last line that was cut off is left out."""
+        try:
+            lines = (self.path / "metrics.jsonl").read_text().split("\n")[:-1]
+        except FileNotFoundError:
+            return []
+        return [json.loads(line) for line in lines]
+
+    def finish(self, result: dict[str, Any]) -> None:
+        """Write the result and mark the run as done."""
+        write_whole(self.path / "result.json", (json.dumps(result, indent=1) + "\n").encode())
+        write_whole(self.path / "done", b"")
+
+    def fail(self, reason: str) -> None:
+        """Mark the run as failed."""
+        write_whole(self.path / "failed", (reason + "\n").encode())
+
+    def result(self) -> dict[str, Any]:
+        """Read the result of a run that is done."""
+        return json.loads((self.path / "result.json").read_text())
+
+
+def find_runs(runs_dir: Path) -> list[Run]:
+    """List the runs below a directory, by name."""
+    if not runs_dir.is_dir():
+        raise ValueError(f"{runs_dir} is not a folder: give the folder that was --runs in training")
+    return [Run.open(file.parent) for file in sorted(runs_dir.glob("*/config.json"))]
+
+
+def sort_by_state(configs: Iterable[TrainConfig], runs_dir: Path) -> dict[State, list[Run]]:
+    """Sort the runs of configurations by their state."""
+    states: dict[State, list[Run]] = {"done": [], "failed": [], "incomplete": [], "missing": []}
+    for config in configs:
+        run = Run.of(config, runs_dir)
+        states[run.state].append(run)
+    return states

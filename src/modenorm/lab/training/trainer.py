@@ -1,0 +1,311 @@
+"""One training from its first step, or its last checkpoint, to its result.
+
+A training is a coroutine: it gives up its turn after queueing some steps and while it waits for
+the device, so that one thread can keep many of them going (see runner.py).
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from modenorm.lab.data.loader import DeviceImages, Loader, SampleStream, derive_seed
+from modenorm.lab.models import generator_states, generators, load_generator_states
+from modenorm.lab.training.checkpoint import (
+    About,
+    Checkpoint,
+    CheckpointError,
+    Position,
+    build_model,
+    copy_tensors,
+    load_state,
+)
+from modenorm.lab.training.evaluate import count_errors, errors
+from modenorm.lab.training.provenance import provenance
+from modenorm.lab.training.runs import Run
+from modenorm.lab.training.schedule import Schedule
+from modenorm.lab.training.step import Lane, Step, Turns, capture
+
+CHUNK = {"cuda": 256, "cpu": 16}
+"""Steps prepared at once; the loss is looked at after each chunk."""
+TURN = {"cuda": 16, "cpu": 1}
+"""Steps queued before others have their turn."""
+
+
+class Diverged(RuntimeError):
+    """A training whose loss or weights are no longer finite."""
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """A data set on the device, shared by the trainings that use it."""
+
+    train: DeviceImages
+    test: DeviceImages
+    about: About
+
+
+class Listener(Protocol):
+    """Whoever wants to know how trainings are getting on."""
+
+    def __call__(self, training: "Training") -> None:
+        """Look at a training between two of its turns."""
+
+
+class Events:
+    """TensorBoard events of the evaluations, over samples seen."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise ValueError(
+                "--tensorboard needs the package tensorboard: pip install tensorboard"
+            ) from None
+        self._writer = SummaryWriter(str(path / "tensorboard"), purge_step=step)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Write the numbers of one record of metrics."""
+        scalars = {name: record[name] for name in ("lr", "train_loss", "test_error", "top5_error")}
+        scalars |= {f"domain_error/{name}": e for name, e in record["domain_errors"].items()}
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, record["samples"])
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._writer.close()
+
+
+class Training:
+    """A training in progress.
+
+    Args:
+        run: What to train, and the directory to keep it in.
+        data: The data set, padded if the configuration augments.
+        lane: Where to queue the work.
+        checkpoint_every: Seconds between checkpoints; every evaluation writes one as well.
+        listener: Called after every chunk of steps and every evaluation.
+        tensorboard: Also write TensorBoard events into the run's directory.
+
+    Attributes:
+        position: Finished steps, seconds and metrics.
+        schedule: What happens when.
+        train_loss: Mean over the steps since the last evaluation, as far as known.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        data: TrainingData,
+        lane: Lane,
+        *,
+        checkpoint_every: float = 60.0,
+        listener: Listener | None = None,
+        tensorboard: bool = False,
+    ) -> None:
+        config, kind = run.config, lane.device.type
+        self.run, self.data, self.lane = run, data, lane
+        self.schedule = Schedule.of(config, len(data.train))
+        self.position = Position()
+        self.train_loss = math.nan
+        self._checkpoint_every, self._listener = checkpoint_every, listener
+        self._dtype = getattr(torch, config.dtype)
+        self._chunk, self._turn = CHUNK[kind], TURN[kind]
+        self._saved = (-1, 0)  # step and number of evaluations in the last checkpoint
+
+        seed = torch.Generator().manual_seed(derive_seed(config.seed, "weights"))
+        self.model = build_model(config, len(data.about.classes), seed)
+        self.model.to(lane.device)
+        if config.channels_last:
+            self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        stream = SampleStream(len(data.train), config.batch, config.seed, augment=config.augment)
+        self._step = Step(
+            self.model,
+            Loader(data.train, stream, self._chunk),
+            momentum=config.momentum,
+            weight_decay=config.weight_decay,
+            dtype=self._dtype,
+        )
+        self._resume()
+        self._tensorboard = tensorboard
+        self._events: Events | None = None
+        self._began = self._saved_at = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Time spent on this training, earlier processes included."""
+        return self.position.seconds + time.monotonic() - self._began
+
+    def turns(self) -> Turns:
+        """Train to the end, giving up turns in between.
+
+        Raises:
+            Diverged: The loss or a weight is no longer finite.
+            OSError: A file could not be written; the last checkpoint is kept.
+        """
+        if self._tensorboard:
+            self._events = Events(self.run.path, self.position.step)
+        try:
+            yield from self._finish()
+        finally:
+            if self._events:
+                self._events.close()
+
+    def _finish(self) -> Turns:
+        advance = self._prepare()
+        while True:
+            if self._evaluation_due():
+                yield from self._evaluate()
+                self.save()
+            elif time.monotonic() - self._saved_at >= self._checkpoint_every:
+                self.save()
+            if self.position.step == self.schedule.total:
+                break
+            yield from self._train(advance)
+        self.run.finish(self._result())
+
+    def save(self) -> None:
+        """Write a checkpoint of this moment, unless there is one.
+
+        Raises:
+            Diverged: The state is not finite; the last checkpoint is kept.
+            OSError: It could not be written; the last checkpoint is kept.
+        """
+        mark = (self.position.step, len(self.position.metrics))
+        if self._saved == mark:
+            return
+        self.lane.synchronize()
+        tensors = {name: tensor.detach().cpu() for name, tensor in self._tensors().items()}
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point() and not tensor.isfinite().all():
+                raise Diverged(self._diverged(f"{name} is no longer finite"))
+        position = replace(self.position, seconds=self.seconds)
+        Checkpoint(self.run.config, self.data.about, position, tensors).save(self.run.checkpoint)
+        self._saved, self._saved_at = mark, time.monotonic()
+
+    def _tensors(self) -> dict[str, Tensor]:
+        parts = {
+            "model": self.model.state_dict(),
+            "momentum": self._step.momentum_buffers,
+            "generator": generator_states(self.model),
+            "loss": {"sum": self._step.loss_sum},
+        }
+        return {f"{part}.{name}": t for part, named in parts.items() for name, t in named.items()}
+
+    def _resume(self) -> None:
+        path = self.run.checkpoint
+        if path.exists():
+            checkpoint = Checkpoint.load(path)
+            differences = self.run.config.differences(checkpoint.config)
+            if differences:
+                raise CheckpointError(
+                    f"{path} is of another training ({'; '.join(differences)}): move it away or "
+                    "choose another folder for the runs"
+                )
+            load_state(self.model, checkpoint.part("model"), path)
+            copy_tensors(self._step.momentum_buffers, checkpoint.part("momentum"), path)
+            copy_tensors({"sum": self._step.loss_sum}, checkpoint.part("loss"), path)
+            load_generator_states(self.model, checkpoint.part("generator"))
+            self.position = checkpoint.position
+            self._saved = (self.position.step, len(self.position.metrics))
+        self.run.set_metrics(self.position.metrics)
+
+    def _prepare(self) -> Callable[[], None]:
+        if self.lane.stream is None or self.position.step == self.schedule.total:
+            return self._step
+        self._load_chunk()
+        return capture(self._step, generators(self.model), self.lane)
+
+    def _train(self, advance: Callable[[], None]) -> Turns:
+        """Train until the chunk ends or something else is due, and look at the loss."""
+        stop = self._load_chunk()
+        while self.position.step < stop:
+            count = min(self._turn, stop - self.position.step)
+            with self.lane.enter():
+                for _ in range(count):
+                    advance()
+            self.position.step += count
+            yield True
+        loss_sum = float((yield from self.lane.fetch(self._step.loss_sum)))
+        if not math.isfinite(loss_sum):
+            raise Diverged(self._diverged("the training loss is no longer finite"))
+        self.train_loss = loss_sum / (self.position.step - self._last_evaluation())
+        self._tell()
+
+    def _load_chunk(self) -> int:
+        start = self.position.step
+        stop = min(start + self._chunk, self.schedule.next_stop(start))
+        with self.lane.enter():
+            self._step.loader.load(start, stop)
+            self._step.lr.fill_(self.schedule.lr_at(start))
+        return stop
+
+    def _evaluation_due(self) -> bool:
+        return self.schedule.evaluates_at(self.position.step) and not self._evaluated_here()
+
+    def _evaluated_here(self) -> bool:
+        return self._last_evaluation() == self.position.step
+
+    def _last_evaluation(self) -> int:
+        metrics = self.position.metrics
+        return metrics[-1]["step"] if metrics else 0
+
+    def _evaluate(self) -> Turns:
+        with self.lane.enter():
+            counts = count_errors(
+                self.model, self.data.test, len(self.data.about.domain_names), self._dtype
+            )
+        found = errors((yield from self.lane.fetch(counts)), self.data.about.domain_names)
+        loss_sum = float((yield from self.lane.fetch(self._step.loss_sum)))
+        step, config = self.position.step, self.run.config
+        record = {
+            "step": step,
+            "samples": step * config.batch,
+            "epoch": step * config.batch / len(self.data.train),
+            "lr": self.schedule.lr_at(step - 1),
+            "train_loss": loss_sum / (step - self._last_evaluation()),
+            "test_error": found.top1,
+            "top5_error": found.top5,
+            "domain_errors": found.by_domain,
+            "seconds": round(self.seconds, 3),
+        }
+        with self.lane.enter():
+            self._step.loss_sum.zero_()
+        self.run.add_metrics(record)
+        self.position.metrics.append(record)
+        if self._events:
+            self._events.write(record)
+        self._tell()
+
+    def _result(self) -> dict[str, Any]:
+        metrics = self.position.metrics
+        best = min(metrics, key=lambda record: record["test_error"])
+        return {
+            "run": self.run.config.run_id,
+            "final_error": metrics[-1]["test_error"],
+            "top_error": best["test_error"],
+            "top_step": best["step"],
+            "top5_error": metrics[-1]["top5_error"],
+            "domain_errors": metrics[-1]["domain_errors"],
+            "steps": self.position.step,
+            "samples_seen": self.position.step * self.run.config.batch,
+            "seconds": round(self.seconds, 3),
+            **provenance(self.lane.device),
+        }
+
+    def _diverged(self, what: str) -> str:
+        step, kept = self.position.step, self._saved[0]
+        keeps = f"the checkpoint of step {kept} is kept" if kept >= 0 else "no checkpoint was due"
+        return (
+            f"{self.run.path.name}: {what} at step {step} (learning rate "
+            f"{self.schedule.lr_at(step - 1):g}); {keeps}: try a smaller --lr"
+        )
+
+    def _tell(self) -> None:
+        if self._listener:
+            self._listener(self)
