@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -104,7 +105,7 @@ class StandardizedGate(Float32Buffers, LinearGate):
         super().__init__(num_features, num_modes, device=device, dtype=dtype)
         self.eps = eps
         self.momentum = momentum
-        kind = {"device": device, "dtype": running_dtype(dtype)}
+        kind: dict[str, Any] = {"device": device, "dtype": running_dtype(dtype)}
         self.register_buffer("running_mean", torch.zeros(num_features, **kind))
         self.register_buffer("running_var", torch.ones(num_features, **kind))
 

@@ -12,6 +12,7 @@ from types import TracebackType
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 __all__ = ["choose_backend", "use_backend"]
 
@@ -23,7 +24,8 @@ class use_backend:
     """Force a path for debugging: "reference", "eager" or "fused"; "auto" lets the library choose.
 
     Takes effect at once, and until the end of the block when used in a `with` statement. A forced
-    "fused" still gives way where it cannot serve (masks, `torch.func`, `torch.compile`).
+    "fused" still gives way where it cannot serve (masks, `torch.func`, forward-mode
+    differentiation, `torch.compile`).
 
     Example:
         >>> import modenorm
@@ -64,6 +66,8 @@ def _can_fuse(x: Tensor) -> bool:
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
     if type(x) not in (Tensor, torch.nn.Parameter) or torch._C._are_functorch_transforms_active():
+        return False
+    if forward_ad._current_level >= 0:
         return False
     if x.device.type == "cpu":
         return True

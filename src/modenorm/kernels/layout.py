@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Planes", "as_planes", "planes_like", "statistics_dtype"]
+__all__ = ["Planes", "as_dense", "as_planes", "planes_like", "statistics_dtype"]
 
 
 class Planes(NamedTuple):
@@ -32,16 +32,27 @@ def statistics_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def as_dense(x: Tensor) -> Tensor:
+    """X itself where it lies dense in one of the two orders, else a copy in the nearer one."""
+    last = x.movedim(1, -1)
+    if x.is_contiguous() or (x.ndim > 2 and last.is_contiguous()):
+        return x
+    outer = [stride for stride, size in zip(x.stride()[2:], x.shape[2:], strict=True) if size > 1]
+    if outer and 0 < x.stride(1) < min(outer):  # a slice of a channels-last tensor
+        return last.contiguous().movedim(-1, 1)
+    return x.contiguous()
+
+
 def as_planes(x: Tensor) -> Planes:
     """View x in the order in which it lies; copy only if it is neither dense nor channels last."""
     last = x.movedim(1, -1)
     if x.ndim == 2 or (last.is_contiguous() and not x.is_contiguous()):
-        return Planes(last.reshape(x.shape[0], -1, x.shape[1]), 1)
+        return Planes(last.contiguous().view(x.shape[0], -1, x.shape[1]), 1)
     return Planes(x.contiguous().view(x.shape[0], x.shape[1], -1), 2)
 
 
 def planes_like(x: Tensor, planes: Planes) -> Planes:
     """View x in the same order as `planes`, copying if it lies otherwise (an expanded gradient)."""
     if planes.axis == 1:
-        return Planes(x.movedim(1, -1).reshape(planes.view.shape), 1)
+        return Planes(x.movedim(1, -1).contiguous().view(planes.view.shape), 1)
     return Planes(x.contiguous().view(planes.view.shape), 2)

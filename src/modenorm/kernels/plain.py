@@ -31,7 +31,8 @@ def masked_moments(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     A sample without such a position gets mean 0, variance 0 and count 0.
     """
-    x = x.to(statistics_dtype(x)).flatten(2) if x.ndim > 2 else x.unsqueeze(-1)
+    x = x.to(statistics_dtype(x))
+    x = x.flatten(2) if x.ndim > 2 else x.unsqueeze(-1)
     mask = mask.flatten(1).unsqueeze(1)  # (N, 1, L)
     counts = mask.sum(-1).to(x.dtype)  # (N, 1)
     divisor = counts.clamp_min(1)

@@ -33,7 +33,7 @@ class _Link:
 def moments(x: Tensor, with_var: bool = True) -> tuple[Tensor, Tensor | None, Tensor, _Link]:
     """Mean and variance, (N, C); x and a link, to be handed to `affine` and to nothing else."""
     link = _Link()
-    mean, var, handed = _Moments.apply(x, link, with_var)
+    mean, var, handed = _Moments.apply(layout.as_dense(x), link, with_var)
     return mean, var, handed, link
 
 
@@ -41,7 +41,7 @@ def affine(
     x: Tensor, centre: Tensor, scale: Tensor, shift: Tensor, link: _Link | None = None
 ) -> Tensor:
     """Y = (x − centre) · scale + shift; with the link, x and centre come from `moments`."""
-    return _Affine.apply(x, centre, scale, shift, link)
+    return _Affine.apply(layout.as_dense(x), centre, scale, shift, link)
 
 
 class _Moments(torch.autograd.Function):
@@ -85,14 +85,14 @@ class _Affine(torch.autograd.Function):
         x, centre, scale = ctx.saved_tensors
         needs_x, needs_centre, needs_scale, needs_shift, _ = ctx.needs_input_grad
         linked = ctx.link is not None
+        total: Tensor | None = None
+        product: Tensor | None = None
         if torch.is_grad_enabled():
             if linked:
                 ctx.link.exact = True
             total, product = _plain_reduce(dy, x, centre)
         elif needs_centre or needs_scale or needs_shift:
             total, product = _passes(x).reduce_backward(dy, x, centre)
-        else:
-            total = product = None
         dx = None
         if needs_x:
             if linked and not ctx.link.exact:
@@ -100,7 +100,7 @@ class _Affine(torch.autograd.Function):
                 dx = dy
             else:
                 dx = (dy * _along(scale, x)).to(x.dtype)
-        dcentre = -scale * total if needs_centre else None
+        dcentre = -scale * total if needs_centre and total is not None else None
         return dx, dcentre, product, total, None
 
 
@@ -117,9 +117,8 @@ def _along(values: Tensor, x: Tensor) -> Tensor:
 
 
 def _plain_reduce(dy: Tensor, x: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
-    dy, x = (t.to(layout.statistics_dtype(x)).flatten(2) if x.ndim > 2 else t for t in (dy, x))
-    if x.ndim == 2:
-        dy, x = dy.unsqueeze(2), x.unsqueeze(2)
+    dtype = layout.statistics_dtype(x)
+    dy, x = (t.to(dtype).unsqueeze(-1).flatten(2) for t in (dy, x))  # (N, C, L)
     return dy.sum(2), (dy * (x - centre.unsqueeze(2))).sum(2)
 
 
