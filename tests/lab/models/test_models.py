@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from modenorm.lab.models import MODELS, NORMS, count_parameters, create_model
+import modenorm.gates
+from modenorm.lab.models import GATES, MODELS, NORMS, count_parameters, create_model
 from modenorm.lab.models.dropout import generators
 
 NUM_CLASSES = 10
@@ -20,8 +21,8 @@ def small(name, **options):
 
 
 def batch(name, seed=1):
-    """Four images of the model's native size, with one mean per image so that gates differ."""
-    size = 224 if name == "resnet18" else 32
+    """Four images, each with a mean of its own so that gates differ."""
+    size = 112 if name == "resnet18" else 32
     generator = torch.Generator().manual_seed(seed)
     means = torch.randn(4, 3, 1, 1, generator=generator)
     return torch.randn(4, 3, size, size, generator=generator) + means
@@ -47,18 +48,22 @@ def norms_of(model):
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_parameter_learns(name, norm):
-    model = small(name, norm=norm)
+    """In float64: at the start a gate's bias has a gradient near 1e-9, which float32 drowns.
+
+    Equal gates are a stationary point and gates start nearly equal. What float64 leaves of a
+    gradient that should be zero is near 1e-16.
+    """
+    model = small(name, norm=norm).double()
     before = {key: value.clone() for key, value in model.named_parameters()}
-    logits = train_step(model, batch(name))
+    logits = train_step(model, batch(name).double())
     assert logits.shape == (4, NUM_CLASSES)
     assert logits.isfinite().all()
     for key, parameter in model.named_parameters():
         assert parameter.grad is not None, key
         assert parameter.grad.isfinite().all(), key
-        assert parameter.grad.any(), key
+        assert parameter.grad.abs().max() > 1e-12, key
         assert parameter.isfinite().all(), key
-    moved = [not torch.equal(before[key], value) for key, value in model.named_parameters()]
-    assert sum(moved) > 0.9 * len(moved)
+        assert not torch.equal(before[key], parameter), key
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -145,6 +150,13 @@ def test_generator_decides_the_whole_training_step(name, norm):
     assert torch.equal(*outputs)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_settings_reach_every_norm(name):
+    assert {layer.momentum for layer in norms_of(small(name, momentum=0.3))} == {0.3}
+    assert {layer.num_groups for layer in norms_of(small(name, norm="ln"))} == {1}
+    assert {layer.num_groups for layer in norms_of(small(name, norm="gn", groups=2))} == {2}
+
+
 def test_one_generator_makes_different_models():
     generator = torch.Generator().manual_seed(0)
     first, second = (create_model("lenet", num_classes=2, generator=generator) for _ in range(2))
@@ -157,6 +169,15 @@ def test_lenet_variants_train(activation, pool):
     model = small("lenet", activation=activation, pool=pool)
     train_step(model, batch("lenet"))
     assert all(parameter.grad.any() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("gate", [*GATES, modenorm.gates.StandardizedGate])
+def test_gates_train(gate):
+    model = small("lenet", norm="mn", modes=4, gate=gate)
+    train_step(model, batch("lenet"))
+    assert all(parameter.grad.any() for parameter in model.parameters())
+    kind = GATES.get(gate, gate)
+    assert [type(model.get_submodule(f"stage{i}.norm.gate")) for i in (1, 2)] == [kind] * 2
 
 
 def test_lenet1989_is_sigmoid_unless_asked():
@@ -213,6 +234,7 @@ def test_repr_and_docstring(name):
         ({"name": "alexnet"}, "unknown model 'alexnet'; known: lenet, lenet1989, nin,"),
         ({"norm": "wn"}, "unknown norm 'wn'; known: bn, in, ln, gn, mn, mgn"),
         ({"where": "last"}, "unknown where 'last'; known: all, first"),
+        ({"norm": "mn", "gate": "deep"}, "unknown gate 'deep'; known: linear, standardized"),
         ({"activation": "gelu"}, "unknown activation 'gelu'; known: relu, tanh, sigmoid"),
         ({"pool": "min"}, "unknown pool 'min'; known: max, avg"),
         ({"name": "resnet18", "stem": "big"}, "unknown stem 'big'; known: imagenet, small"),

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from modenorm.gates import GateFactory
 from modenorm.lab.models.dropout import (
     SeededDropout,
     draw_seed,
@@ -16,11 +17,9 @@ from modenorm.lab.models.dropout import (
 from modenorm.lab.models.lenet import lenet, lenet1989
 from modenorm.lab.models.nin import nin
 from modenorm.lab.models.norms import (
+    GATES,
     NORMS,
-    GateFactory,
     NormFactory,
-    Variance,
-    Where,
     make_norm,
     norm_factory,
 )
@@ -28,6 +27,7 @@ from modenorm.lab.models.resnet import resnet18, resnet20, resnet56, resnet110
 from modenorm.lab.models.vgg import vgg13
 
 __all__ = [
+    "GATES",
     "MODELS",
     "NORMS",
     "NormFactory",
@@ -60,9 +60,10 @@ def create_model(
     norm: str = "bn",
     modes: int = 2,
     groups: int = 2,
-    where: Where = "all",
-    gate: GateFactory | None = None,
-    variance: Variance = "pooled",
+    where: str = "all",
+    momentum: float = 0.1,
+    gate: str | GateFactory | None = None,
+    variance: str = "pooled",
     generator: torch.Generator | None = None,
     **options: Any,
 ) -> nn.Module:
@@ -75,7 +76,9 @@ def create_model(
         modes: K of mn and mgn.
         groups: G of gn.
         where: "all" norms of the network, or only the "first", the others being batch norms.
-        gate: Makes the gating networks of mn; None for the layer's own.
+        momentum: Memory of the running estimates of bn and mn.
+        gate: The gating networks of mn: a key of `GATES`, or a function that makes one from (C, K);
+            None for the layer's own.
         variance: What mgn takes its variance over.
         generator: Decides the initial weights and the dropout; torch's global state is then neither
             used nor changed. None for the global state.
@@ -92,7 +95,13 @@ def create_model(
     if name not in MODELS:
         raise ValueError(f"unknown model {name!r}; known: {', '.join(MODELS)}")
     factory = norm_factory(
-        norm, modes=modes, groups=groups, where=where, gate=gate, variance=variance
+        norm,
+        modes=modes,
+        groups=groups,
+        where=where,
+        momentum=momentum,
+        gate=gate,
+        variance=variance,
     )
     if generator is None:
         return MODELS[name](num_classes, factory, **options)

@@ -2,18 +2,16 @@
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Literal
 
 from torch import nn
 
 import modenorm
+from modenorm.gates import GateFactory, LinearGate, StandardizedGate
 
 NormFactory = Callable[[int], nn.Module]
-GateFactory = Callable[[int, int], nn.Module]
-Where = Literal["all", "first"]
-Variance = Literal["pooled", "pixel"]
 
 NORMS = ("bn", "in", "ln", "gn", "mn", "mgn")
+GATES: dict[str, GateFactory] = {"linear": LinearGate, "standardized": StandardizedGate}
 
 
 def make_norm(
@@ -24,8 +22,8 @@ def make_norm(
     groups: int = 2,
     momentum: float = 0.1,
     eps: float = 1e-5,
-    gate: GateFactory | None = None,
-    variance: Variance = "pooled",
+    gate: str | GateFactory | None = None,
+    variance: str = "pooled",
 ) -> nn.Module:
     """Make one affine norm layer for (N, C, H, W) input.
 
@@ -36,7 +34,8 @@ def make_norm(
         groups: G of gn; must divide C.
         momentum: Memory of the running estimates of bn and mn.
         eps: Added to every variance.
-        gate: Makes the gating network of mn from (C, K); None for the layer's own.
+        gate: The gating network of mn: a key of `GATES`, or a function that makes one from (C, K);
+            None for the layer's own.
         variance: What mgn takes its variance over.
 
     Raises:
@@ -52,6 +51,7 @@ def make_norm(
         case "gn":
             return nn.GroupNorm(groups, num_features, eps=eps)
         case "mn":
+            gate = _gate_factory(gate)
             return modenorm.ModeNorm2d(num_features, modes, eps=eps, momentum=momentum, gate=gate)
         case "mgn":
             return modenorm.ModeGroupNorm(num_features, modes, eps=eps, variance=variance)
@@ -63,11 +63,11 @@ def norm_factory(
     *,
     modes: int = 2,
     groups: int = 2,
-    where: Where = "all",
+    where: str = "all",
     momentum: float = 0.1,
     eps: float = 1e-5,
-    gate: GateFactory | None = None,
-    variance: Variance = "pooled",
+    gate: str | GateFactory | None = None,
+    variance: str = "pooled",
 ) -> NormFactory:
     """Make the `norm` argument of one model; a second model needs a factory of its own.
 
@@ -84,6 +84,7 @@ def norm_factory(
     """
     if name not in NORMS:
         raise ValueError(f"unknown norm {name!r}; known: {', '.join(NORMS)}")
+    gate = _gate_factory(gate)
     names = _names(name, where)
 
     def norm(num_features: int) -> nn.Module:
@@ -99,6 +100,14 @@ def norm_factory(
         )
 
     return norm
+
+
+def _gate_factory(gate: str | GateFactory | None) -> GateFactory | None:
+    if not isinstance(gate, str):
+        return gate
+    if gate not in GATES:
+        raise ValueError(f"unknown gate {gate!r}; known: {', '.join(GATES)}")
+    return GATES[gate]
 
 
 def _names(name: str, where: str) -> Iterator[str]:
