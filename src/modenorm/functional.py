@@ -84,6 +84,11 @@ def mode_norm(
         True
     """
     estimates = None
+    if (running_mean is None) != (running_var is None):
+        given, missing = "running_mean", "running_var"
+        if running_mean is None:
+            given, missing = missing, given
+        raise ValueError(f"{given} is given without {missing}; give both or neither")
     if running_mean is not None and running_var is not None:
         estimates = RunningEstimates(running_mean, running_var, num_batches_tracked, running_share)
     options = Options(training, momentum, eps, running_update)
@@ -140,13 +145,14 @@ def normalize_modes(
     mask = _check_mask(mask, x)
     with _full_precision(x):
         if x.numel() == 0:
-            gates = _gates_of(gates, x.new_zeros(x.shape[:2]), x, estimates)
+            seen = x if isinstance(gates, Tensor) else x[:0]  # a gate learns nothing from no data
+            gates = _gates_of(gates, x.new_zeros(seen.shape[:2]), seen, estimates)
             return _empty_output(x, gates, weight, bias), gates
         from_batch = options.training or estimates is None
-        if options.training and x.numel() == x.shape[1]:
+        if from_batch and x.numel() == x.shape[1]:
             raise ValueError(
                 f"a batch of shape {tuple(x.shape)} has one value per channel, so no variance; "
-                f"train with more samples or positions, or call eval()"
+                f"use more samples or positions, or call eval() on a layer with running estimates"
             )
         weight, bias = _cast(x, weight), _cast(x, bias)
         backend = choose_backend(x, plain_only=mask is not None)
@@ -247,7 +253,7 @@ def _without_moments(
     assert estimates is not None
     gates = _gates_of(gates, x, x, estimates)
     mode_mean, mode_var = (t.to(gates.dtype) for t in (estimates.mean, estimates.var))
-    centre = gates @ mode_mean
+    centre = gates.detach() @ mode_mean  # y does not depend on it, and backward keeps no buffer
     scale, shift = mixing.coefficients(
         mode_mean, mode_var, gates, centre, weight, bias, options.eps
     )
@@ -267,6 +273,14 @@ def _reference_modes(
     pooled = plain.moments(x, False)[0] if mask is None else plain.masked_moments(x, mask)[0]
     gates = _gates_of(gates, pooled, x, estimates)
     momentum = options.momentum
+    if options.training and recomputing():
+        estimates = None
+    if options.training and estimates is not None and estimates.share is not None:
+        if momentum is None:
+            raise ValueError(
+                'the "reference" backend has no momentum=None with "usage"; use "eager"'
+            )
+        estimates.share.add_(gates.detach().mean(0))
     tracked = None if estimates is None else estimates.num_batches_tracked
     if tracked is not None and options.training:
         tracked.add_(1)

@@ -197,11 +197,12 @@ class ModeNorm(Float32Buffers):
             names += ["weight", "bias"]
         for key in (prefix + name for name in names):
             if key in state_dict and state_dict[key].ndim == 1:
-                state_dict[key] = state_dict[key].expand(self.num_modes, -1)
+                state_dict[key] = state_dict[key].repeat(self.num_modes, 1)
         for name, tensor in self.gate.state_dict(prefix=prefix + "gate.").items():
             state_dict.setdefault(name, tensor)
-        if self.running_share is not None:
-            state_dict.setdefault(prefix + "running_share", self.running_share)
+        for name in ("running_share", "num_batches_tracked"):  # torch before 0.4.1 had no counter
+            if (buffer := getattr(self, name)) is not None:
+                state_dict.setdefault(prefix + name, buffer)
 
 
 class ModeNorm1d(ModeNorm):

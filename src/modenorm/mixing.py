@@ -131,7 +131,8 @@ def update_running(
 
     With d = μ − running_mean this is the paper's average of ⟨x⟩ and ⟨x²⟩ with rate λ:
     running_var ← (1−λ) running_var + λ σ² + λ(1−λ) d² and running_mean ← running_mean + λ d.
-    A batch with NaN or infinity, and a mode without samples, leave the estimates as they were.
+    A batch with NaN or infinity, or with every position masked, changes nothing; a mode without
+    samples keeps its estimates.
 
     Args:
         estimates: changed in place.
@@ -141,13 +142,14 @@ def update_running(
             share of the batch.
     """
     finite = torch.isfinite(batch.mean).all() & torch.isfinite(batch.var).all()
-    share = torch.where(finite, batch.share, 0)
+    received = finite & (batch.mass > 0)  # (K,)
+    share = torch.where(received, batch.share, 0)
     if estimates.num_batches_tracked is not None:
-        estimates.num_batches_tracked.add_(finite)
+        estimates.num_batches_tracked.add_(received.any())
     if estimates.share is not None:
         estimates.share.add_(share)
     rate = _rate(estimates, share, momentum, running_update)[:, None]  # (K, 1)
-    used = (finite & (batch.mass > 0))[:, None]
+    used = received[:, None]
     step = batch.mean - estimates.mean
     var = (1 - rate) * estimates.var + rate * batch.var + rate * (1 - rate) * step**2
     estimates.var.copy_(torch.where(used, var, estimates.var))

@@ -41,13 +41,13 @@ def recalibrate(model: nn.Module, batches: Iterable[Any]) -> int:
         raise ValueError("recalibrate found no mode norm with running estimates in the model")
     count = 0
     with _collecting(model, layers):
-        for layer in layers:
-            layer.reset_running_stats()
-        for batch in batches:
+        for count, batch in enumerate(batches, start=1):
+            if count == 1:
+                for layer in layers:
+                    layer.reset_running_stats()
             model(batch if isinstance(batch, Tensor) else batch[0])
-            count += 1
     if count == 0:
-        raise ValueError("recalibrate got no batches; the running estimates are now at their start")
+        raise ValueError("recalibrate got no batches; give it at least one batch of model inputs")
     return count
 
 
