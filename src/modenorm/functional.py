@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from modenorm import mixing, reference
 from modenorm.buffers import recomputing
 from modenorm.gates import LinearGate
-from modenorm.kernels import choose_backend, plain, streaming
+from modenorm.kernels import choose_backend, plain, runs_triton, streaming
 from modenorm.kernels.layout import statistics_dtype
 from modenorm.mixing import RunningEstimates
 
@@ -158,6 +158,8 @@ def normalize_modes(
         backend = choose_backend(x, plain_only=mask is not None)
         if backend == "reference":
             return _reference_modes(x, gates, estimates, weight, bias, options, mask)
+        if backend == "fused" and _one_node(x, gates, estimates, weight, bias, options):
+            return _fused_modes(x, gates, estimates, weight, bias, options)
         if not from_batch and isinstance(gates, Tensor):
             return _without_moments(x, gates, estimates, weight, bias, options, backend)
         mean, var, counts, affine = _moments(x, backend, mask, with_var=from_batch)
@@ -201,11 +203,66 @@ def normalize_channels(
             )
             pooled, _ = plain.moments(x, with_var=False)
             return y.to(x.dtype), torch.softmax(pooled[..., None] * gate_weight + gate_bias, -1)
+        if backend == "fused" and runs_triton(x):
+            from modenorm.kernels import fused
+
+            if x.shape[1] <= fused.MAX_CHANNELS:
+                return fused.mode_group_norm(
+                    x, gate_weight, gate_bias, weight, bias, eps, variance == "pixel"
+                )
         mean, var, _, affine = _moments(x, backend, None, with_var=variance == "pixel")
         scale, shift, gates = mixing.channel_modes(
             mean, var, gate_weight, gate_bias, weight, bias, eps
         )
         return affine(mean, scale, shift), gates
+
+
+def _one_node(
+    x: Tensor,
+    gates: Tensor | Gate,
+    estimates: RunningEstimates | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    options: Options,
+) -> bool:
+    """Whether kernels/fused.py has this case: the paper's gate or given gates, on a GPU."""
+    if not runs_triton(x):
+        return False
+    if isinstance(gates, Tensor):
+        learnt = [gates]
+    elif type(gates) is LinearGate and not gates._forward_hooks:
+        learnt = [gates.weight, gates.bias]
+    else:
+        return False
+    if options.training or estimates is None:
+        return options.momentum is not None or estimates is None
+    inputs = [x, *learnt, *(p for p in (weight, bias) if p is not None)]
+    differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
+    return not differentiated and not isinstance(gates, Tensor)
+
+
+def _fused_modes(
+    x: Tensor,
+    gates: Tensor | Gate,
+    estimates: RunningEstimates | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    options: Options,
+) -> tuple[Tensor, Tensor]:
+    from modenorm.kernels import fused
+
+    gate_weight = gate_bias = given = None
+    if isinstance(gates, LinearGate):
+        gate_weight, gate_bias = gates.weight.float(), gates.bias.float()
+    else:
+        given = _gates_of(gates, x, x, estimates).contiguous()
+    parameters = (x, given, gate_weight, gate_bias, weight, bias)
+    if not options.training and estimates is not None:
+        return fused.mode_norm_inference(*parameters, estimates.mean, estimates.var, options.eps)
+    running = None if recomputing() else estimates
+    momentum = 0.0 if options.momentum is None else options.momentum
+    usage = options.running_update == "usage"
+    return fused.mode_norm(*parameters, fused.Training(options.eps, momentum, usage, running))
 
 
 def _moments(
