@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 from types import TracebackType
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-__all__ = ["choose_backend", "use_backend"]
+__all__ = ["choose_backend", "runs_triton", "use_backend"]
 
 BACKENDS = ("auto", "reference", "eager", "fused")
 _forced = "auto"
@@ -69,15 +70,25 @@ def _can_fuse(x: Tensor) -> bool:
         return False
     if forward_ad._current_level >= 0:
         return False
-    if x.device.type == "cpu":
-        return True
-    return x.device.type == "cuda" and x.dtype != torch.float64 and _triton_works()
+    return x.device.type == "cpu" or runs_triton(x)
+
+
+def runs_triton(x: Tensor) -> bool:
+    """Whether the Triton kernels take this tensor: on a GPU, or anywhere in Triton's interpreter."""
+    if x.dtype == torch.float64 or (x.device.type != "cuda" and not _interpreting()):
+        return False
+    return _triton_works()
+
+
+@functools.cache
+def _interpreting() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @functools.cache
 def _triton_works() -> bool:
     try:
-        from modenorm.kernels import gpu  # noqa: F401
+        from modenorm.kernels import fused  # noqa: F401
     except Exception as error:
         warnings.warn(
             f"modenorm runs plain PyTorch operators on this GPU, because Triton can't be used "

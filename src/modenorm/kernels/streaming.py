@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modenorm.kernels import cpu, layout
+from modenorm.kernels import cpu, layout, runs_triton
 
 __all__ = ["affine", "moments"]
 
@@ -105,7 +105,7 @@ class _Affine(torch.autograd.Function):
 
 
 def _passes(x: Tensor) -> ModuleType:
-    if x.device.type == "cuda":
+    if runs_triton(x):
         from modenorm.kernels import gpu
 
         return gpu
