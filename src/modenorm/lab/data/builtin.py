@@ -70,7 +70,7 @@ def add_noise(rng: np.random.Generator, pictures: Array, amount: float) -> Array
 
 def draw_digits(rng: np.random.Generator, label: int, n: int) -> Array:
     """White handwriting on black."""
-    points = place(rng, glyphs.DIGITS[DIGITS[label]], n, 10, 25, 0.25)
+    points = place(rng, glyphs.DIGITS[DIGITS[label]], n, 10, 28, 0.3)
     ink = stroke(points, uniform(rng, 1.5, 4, n)) * uniform(rng, 0.75, 1, n, 1, 1)
     return np.repeat(ink[:, None], 3, 1)
 
@@ -79,7 +79,7 @@ def draw_signs(rng: np.random.Generator, label: int, n: int) -> Array:
     """A digit in colour between two others that are cut off, on blurred ground, scratched."""
     ground = uniform(rng, 0.1, 0.55, n, 1, 1, 1) + uniform(rng, -0.12, 0.12, n, 3, 1, 1)
     ground = ground + (smooth_noise(rng, n, 3, 4) - 0.5) * 0.3
-    contrast = uniform(rng, 0.2, 0.5, n, 1)
+    contrast = uniform(rng, 0.16, 0.45, n, 1)
     contrast[rng.random(n) < 0.35] *= -1
     colour = ground[:, :, SIDE // 2, SIDE // 2] + contrast + uniform(rng, -0.15, 0.15, n, 3)
     width = uniform(rng, 2.2, 4.2, n)
@@ -125,7 +125,7 @@ def draw_textures(rng: np.random.Generator, label: int, n: int) -> Array:
     """A pattern in two strong colours, in uneven light."""
     name = TEXTURES[label]
     period = uniform(rng, 4, 9, n, 1, 1)
-    cosine, sine = (part[:, None, None] for part in rotation(rng, n, 15))
+    cosine, sine = (part[:, None, None] for part in rotation(rng, n, 18))
     middle = uniform(rng, 6, 26, n, 2, 1, 1)
     x, y = X - middle[:, 0], Y - middle[:, 1]
     values = pattern(name, (x * cosine - y * sine) / period, (x * sine + y * cosine) / period)
@@ -133,7 +133,7 @@ def draw_textures(rng: np.random.Generator, label: int, n: int) -> Array:
     first, second = two_colours(rng, n)
     picture = blend(np.broadcast_to(first[..., None, None], (n, 3, SIDE, SIDE)), second, coverage)
     light = 0.7 + smooth_noise(rng, n, 1, 2) * 0.5
-    return add_noise(rng, picture * light, 0.1)
+    return add_noise(rng, picture * light, 0.14)
 
 
 def two_colours(rng: np.random.Generator, n: int) -> tuple[Array, Array]:
@@ -147,7 +147,7 @@ def two_colours(rng: np.random.Generator, n: int) -> tuple[Array, Array]:
 def draw_shapes(rng: np.random.Generator, label: int, n: int) -> Array:
     """A dark silhouette with a soft shadow on light paper."""
     paper = uniform(rng, 0.82, 0.98, n, 3, 1, 1) + (smooth_noise(rng, n, 1, 2) - 0.5) * 0.12
-    points = place(rng, glyphs.SHAPES[SHAPES[label]], n, 10.5, 35, 0.2)
+    points = place(rng, glyphs.SHAPES[SHAPES[label]], n, 10, 35, 0.27)
     shadow = fill(points + 1.5) * 0.18
     picture = blend(paper, np.zeros((n, 3), np.float32), shadow)
     picture = blend(picture, uniform(rng, 0.02, 0.35, n, 3), fill(points))

@@ -6,7 +6,6 @@ The file carries a key of its sources and a checksum: when either does not hold 
 from __future__ import annotations
 
 import os
-import tempfile
 import warnings
 import zlib
 from collections.abc import Callable
@@ -61,13 +60,12 @@ def write(path: Path, key: str, tensors: Tensors) -> None:
     """Store tensors so that a reader sees all of them or the former file."""
     flat = {f"{s}.{part}": t for s, pair in tensors.items() for part, t in _named(pair)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-    os.close(handle)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         save_file(flat, temporary, {"key": key, "crc32": _checksum(flat)})
         os.replace(temporary, path)
     finally:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def _named(pair: tuple[Tensor, Tensor]) -> list[tuple[str, Tensor]]:

@@ -101,7 +101,7 @@ def read_batch(data: bytes, path: Path, num_classes: int) -> tuple[np.ndarray, n
     batch = unpickle(data, path)
     key = LABELS[num_classes]
     array, labels = batch.get(b"data"), batch.get(key)
-    if not isinstance(array, _Array) or array.values.ndim != 2 or array.values.shape[1] != 3072:
+    if not isinstance(array, _Array) or array.values.shape[1:] != (3072,):
         raise DataError(f"{path}: expected data of shape (N, 3072)")
     if not isinstance(labels, list) or not all(type(label) is int for label in labels):
         raise DataError(f"{path}: expected a list of integers {key.decode()!r}")

@@ -1,0 +1,109 @@
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from modenorm.lab.cli.data import app
+from modenorm.lab.data import catalog, verify
+
+
+@pytest.fixture
+def small(root, monkeypatch):
+    """The small data folder, with its own counts taken for the published ones."""
+    counts = {
+        "mnist": ((2,) * 10, (1,) * 10),
+        "fashion_mnist": ((2,) * 10, (1,) * 10),
+        "cifar10": ((5,) * 10, (1,) * 10),
+        "cifar100": ((1,) * 100, (1,) * 100),
+        "svhn": ((1,) * 10, (1,) * 10),
+    }
+    for name, (train, test) in counts.items():
+        monkeypatch.setitem(catalog.PUBLISHED[name].histograms, "train", train)
+        monkeypatch.setitem(catalog.PUBLISHED[name].histograms, "test", test)
+    return root
+
+
+def run(*args):
+    return CliRunner(env={"COLUMNS": "200"}).invoke(app, [str(arg) for arg in args])
+
+
+def test_list(root):
+    (root / "train_32x32.mat").unlink()
+    result = run("list", "--data", root)
+    assert result.exit_code == 0
+    lines = {line.split()[1]: line for line in result.output.splitlines() if "│" in line}
+    assert "60000 + 10000" in lines["mnist"]
+    assert "MNIST/raw" in lines["mnist"]
+    assert "not there" in lines["svhn"]
+    assert "made by code" in lines["builtin"]
+
+
+def test_verify_as_published(small, tmp_path):
+    out = tmp_path / "results" / "data.jsonl"
+    result = run("verify", "--data", small, "--json", out)
+    assert result.exit_code == 0, result.output
+    assert result.output.count("as published") == 12
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row["dataset"], row["split"]) for row in rows][:2] == [
+        ("mnist", "train"),
+        ("mnist", "test"),
+    ]
+    row = next(row for row in rows if row["dataset"] == "multitask" and row["split"] == "train")
+    assert row["count"] == 100
+    assert row["histogram"] == [2] * 10 + [5] * 10 + [1] * 10 + [2] * 10
+    assert row["shape"] == [3, 32, 32]
+    assert len(row["sha256"]) == 64
+    assert row["problems"] == []
+    assert {"date", "torch", "numpy", "commit"} <= set(row)
+    assert not row["original_files"]
+
+
+def test_verify_mismatch(root):
+    result = run("verify", "mnist", "--data", root)
+    assert result.exit_code == 2
+    assert "mnist train: 20 images, expected 60000" in result.output
+    assert "2 images of class 0, expected 5923 (10 classes differ)" in result.output
+
+
+def test_verify_damaged_and_missing(root, tmp_path):
+    (root / "MNIST" / "raw" / "train-images-idx3-ubyte.gz").write_bytes(b"?")
+    result = run("verify", "--data", root)
+    assert result.exit_code == 2
+    assert "train-images-idx3-ubyte.gz: expected a complete gzip" in result.output
+    result = run("verify", "--data", tmp_path / "nowhere")
+    assert result.exit_code == 2
+    assert "no data set in" in result.output
+    assert run("verify", "what", "--data", root).exit_code == 2
+
+
+def test_verify_reads_the_files_not_the_cache(small):
+    run("verify", "multitask", "--data", small)
+    assert (small / ".modenorm-cache" / "mnist.safetensors").exists()
+    path = small / "MNIST" / "raw" / "train-labels-idx1-ubyte.gz"
+    path.write_bytes(path.read_bytes()[:-9])
+    assert run("verify", "mnist", "--data", small).exit_code == 2
+
+
+def test_original_files_are_recognised(small, monkeypatch):
+    paths = catalog.PUBLISHED["svhn"].find(small)
+    for path in paths:
+        monkeypatch.setitem(catalog.PUBLISHED["svhn"].downloads, path.name, verify.md5(path))
+    assert all(verdict.original_files for verdict in verify.verify("svhn", small))
+
+
+def test_json_that_cannot_be_written(small):
+    result = run("verify", "svhn", "--data", small, "--json", small / "test_32x32.mat" / "x.jsonl")
+    assert result.exit_code == 2
+
+
+def test_published_counts():
+    sums = {n: [sum(h) for h in p.histograms.values()] for n, p in catalog.PUBLISHED.items()}
+    assert sums == {
+        "mnist": [60000, 10000],
+        "cifar10": [50000, 10000],
+        "svhn": [73257, 26032],
+        "fashion_mnist": [60000, 10000],
+        "cifar100": [50000, 10000],
+    }
+    for published in catalog.PUBLISHED.values():
+        assert {len(h) for h in published.histograms.values()} == {len(published.classes)}

@@ -1,0 +1,104 @@
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from published import write_image
+
+from modenorm.lab.data import DataError, index_folder, load
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for split in ("train", "val"):
+        write_image(tmp_path / split / "cat" / "1.png", colour=(1, 2, 3))
+        write_image(tmp_path / split / "ant" / "2.JPEG")
+    write_image(tmp_path / "train" / "cat" / "3.png", colour=(4, 5, 6))
+    (tmp_path / "train" / ".hidden").mkdir()
+    (tmp_path / "train" / "cat" / "notes.txt").write_text("not an image")
+    return tmp_path
+
+
+def test_index_lists_without_decoding(folder):
+    index = index_folder(folder)
+    assert index.classes == ("ant", "cat")
+    assert index.train.labels == (0, 1, 1)
+    assert [path.name for path in index.train.paths] == ["2.JPEG", "1.png", "3.png"]
+    assert len(index.paths) == 5
+
+
+@pytest.mark.parametrize("form", ["folder:{}", "{}", Path])
+def test_load(folder, form):
+    name = form(folder) if form is Path else form.format(folder)
+    data = load(name)
+    assert data.train.images.shape == (3, 3, 8, 8)
+    assert data.train.images[1, :, 0, 0].tolist() == [1, 2, 3]
+    assert data.test.labels.tolist() == [0, 1]
+    assert data.train.classes == ("ant", "cat")
+    again = load(name)
+    assert torch.equal(again.train.images, data.train.images)
+
+
+def test_new_image_is_noticed(folder):
+    load(folder)
+    write_image(folder / "train" / "ant" / "4.png")
+    assert len(load(folder).train) == 4
+
+
+def test_tiny_imagenet_layout(tmp_path):
+    for wnid in ("n01", "n02"):
+        write_image(tmp_path / "train" / wnid / "images" / f"{wnid}_0.JPEG")
+    write_image(tmp_path / "val" / "images" / "val_0.JPEG")
+    write_image(tmp_path / "val" / "images" / "val_1.JPEG")
+    table = tmp_path / "val" / "val_annotations.txt"
+    table.write_text("val_0.JPEG\tn02\t0\t0\t7\t7\nval_1.JPEG\tn01\t0\t0\t7\t7\n")
+    data = load(tmp_path)
+    assert data.train.labels.tolist() == [0, 1]
+    assert data.test.labels.tolist() == [1, 0]
+    table.write_text("val_0.JPEG\tn99\t0\t0\t7\t7\n")
+    with pytest.raises(DataError, match=r"val_annotations.txt: line 'val_0.*expected a file"):
+        load(tmp_path)
+    table.write_text("val_7.JPEG\tn01\t0\t0\t7\t7\n")
+    with pytest.raises(DataError, match=r"val_7.JPEG: missing"):
+        load(tmp_path)
+
+
+def test_sizes(folder):
+    wide = Image.new("RGB", (40, 20), (255, 0, 0))
+    wide.paste((0, 0, 255), (10, 0, 30, 20))
+    wide.save(folder / "train" / "cat" / "1.png")
+    with pytest.raises(DataError, match=r"1.png: 40×20 pixels, expected 8×8 .*give a size"):
+        load(folder)
+    images = load(folder, size=10).train.images
+    assert images.shape == (3, 3, 10, 10)
+    assert images[1, :, 5, 5].tolist() == [0, 0, 255]
+    assert load(folder, size=12).test.images.shape == (2, 3, 12, 12)
+    with pytest.raises(DataError, match="size 0"):
+        load(folder, size=0)
+
+
+def test_bad_images(folder):
+    path = folder / "val" / "ant" / "2.JPEG"
+    path.write_bytes(path.read_bytes()[:300])
+    with pytest.raises(DataError, match=r"2.JPEG: expected a complete image"):
+        load(folder)
+    path.write_bytes(b"no image")
+    with pytest.raises(DataError, match=r"2.JPEG: expected a complete image"):
+        load(folder)
+
+
+def test_bad_layouts(tmp_path):
+    with pytest.raises(DataError, match=r"train: missing; expected train/<class>/"):
+        load(f"folder:{tmp_path}")
+    (tmp_path / "train").mkdir()
+    with pytest.raises(DataError, match="no classes, expected one folder for each class"):
+        load(tmp_path)
+    write_image(tmp_path / "train" / "cat" / "1.png")
+    with pytest.raises(DataError, match=r"val: missing"):
+        load(tmp_path)
+    (tmp_path / "val" / "cat").mkdir(parents=True)
+    with pytest.raises(DataError, match=r"val: no images"):
+        load(tmp_path)
+    write_image(tmp_path / "val" / "dog" / "1.png")
+    with pytest.raises(DataError, match=r"dog: unknown class"):
+        load(tmp_path)
