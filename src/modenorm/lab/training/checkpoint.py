@@ -13,13 +13,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from modenorm.gates import LinearGate, StandardizedGate
 from modenorm.lab.models import create_model
 from modenorm.lab.training.config import TrainConfig
 from modenorm.lab.training.files import write_whole
 
 FORMAT = "modenorm training 1"
-GATES = {None: None, "linear": LinearGate, "standardized": StandardizedGate}
 
 
 class CheckpointError(ValueError):
@@ -124,9 +122,6 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 def build_model(config: TrainConfig, num_classes: int, generator: torch.Generator) -> nn.Module:
     """Create the model of a configuration with its initial weights, on the CPU."""
-    if config.gate not in GATES:
-        known = ", ".join(name for name in GATES if name)
-        raise ValueError(f"unknown gate {config.gate!r}; known: {known}")
     model = create_model(
         config.model,
         num_classes=num_classes,
@@ -134,7 +129,7 @@ def build_model(config: TrainConfig, num_classes: int, generator: torch.Generato
         modes=config.modes,
         groups=config.groups,
         where=config.where,
-        gate=GATES[config.gate],
+        gate=config.gate,
         variance=config.variance,
         generator=generator,
         **config.options,

@@ -4,12 +4,26 @@ import dataclasses
 import hashlib
 import json
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, Literal, get_args, get_type_hints
 
+from modenorm.lab.models import MODELS, NORMS
+from modenorm.lab.models.norms import GATES
+
 Unit = Literal["samples", "epochs", "updates"]
 Precision = Literal["float32", "bfloat16"]
+
+CHOICES: dict[str, Collection[str]] = {
+    "model": MODELS,
+    "norm": NORMS,
+    "where": ("all", "first"),
+    "gate": GATES,
+    "variance": ("pooled", "pixel"),
+    "unit": get_args(Unit),
+    "dtype": get_args(Precision),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +39,7 @@ class TrainConfig:
         groups: Groups of gn.
         options: Further arguments of the model, such as {"activation": "sigmoid"} of lenet.
         where: Replace "all" norms of the model, or only the "first".
-        gate: The gating network of mn; None is the paper's.
+        gate: The gating network of mn; "linear" is the paper's.
         variance: Which variance mgn takes, "pooled" or "pixel".
         running_momentum: λ, the weight of a new batch in the running estimates.
         batch: N, samples in a batch.
@@ -51,7 +65,7 @@ class TrainConfig:
     groups: int = 2
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     where: str = "all"
-    gate: str | None = None
+    gate: str = "linear"
     variance: str = "pooled"
     running_momentum: float = 0.1
     batch: int = 128
@@ -78,8 +92,9 @@ class TrainConfig:
         for name in ("momentum", "weight_decay"):
             _require(self, name, 0 <= getattr(self, name) < 1, "at least 0 and below 1")
         _require(self, "running_momentum", 0 < self.running_momentum <= 1, "above 0 and at most 1")
-        _require(self, "unit", self.unit in get_args(Unit), _one_of(Unit))
-        _require(self, "dtype", self.dtype in get_args(Precision), _one_of(Precision))
+        for name, known in CHOICES.items():
+            rule = f"one of {', '.join(known)}"
+            _require(self, name, getattr(self, name) in known, rule)
         rising = list(self.milestones) == sorted(set(self.milestones))
         _require(self, "milestones", rising, "in rising order, such as 80,120")
 
@@ -126,23 +141,21 @@ def _require(config: TrainConfig, name: str, holds: bool, rule: str) -> None:
         raise ValueError(f"{name} is {getattr(config, name)!r}, but must be {rule}: set {option}")
 
 
-def _one_of(literal: Any) -> str:
-    return "one of " + ", ".join(get_args(literal))
-
-
+_LENET = {
+    "dataset": "multitask",
+    "batch": 128,
+    "lr": 0.1,
+    "unit": "samples",
+    "total": 3_500_000,
+    "milestones": (2_500_000, 3_000_000),
+    "eval_every": 100_000,
+}
 _CIFAR = {"dataset": "cifar10", "batch": 128, "lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4}
 _RESNET = {**_CIFAR, "total": 160, "milestones": (80, 120), "augment": True}
 
 RECIPES: dict[str, dict[str, Any]] = {
-    "lenet": {
-        "dataset": "multitask",
-        "batch": 128,
-        "lr": 0.1,
-        "unit": "samples",
-        "total": 3_500_000,
-        "milestones": (2_500_000, 3_000_000),
-        "eval_every": 100_000,
-    },
+    "lenet": _LENET,
+    "lenet1989": _LENET,
     "nin": {**_CIFAR, "total": 100, "milestones": (65, 80), "augment": True},
     "vgg13": {**_CIFAR, "total": 100, "milestones": (65, 80, 90), "augment": True},
     "resnet20": _RESNET,
@@ -164,17 +177,17 @@ RECIPES: dict[str, dict[str, Any]] = {
 def recipe(model: str, **changes: Any) -> TrainConfig:
     """Take the paper's settings for a model, with changes.
 
-    A change of `unit` or `total` alone drops the recipe's other distances, which would be counted
-    in the wrong unit or lie beyond the end: give `milestones` and `eval_every` with it.
+    The recipe's milestones and evaluations belong to its own length: with another `total` the
+    learning rate stays, unless `milestones` are given too, and the test set is looked at 20 times.
 
     >>> recipe("resnet20", norm="mn", seed=3).run_id
     'resnet20-cifar10-mn2-n128-s3-...'
     """
-    family = model if model in RECIPES else model.split("-")[0].split("_")[0]
-    if family not in RECIPES:
+    if model not in RECIPES:
         raise ValueError(f"no recipe for model {model!r}: known are {', '.join(RECIPES)}")
-    settings = dict(RECIPES[family])
-    if changes.keys() & {"unit", "total"}:
-        total = changes.get("total", settings["total"])
-        settings.update(milestones=(), eval_every=max(1, total // 20))
+    settings = dict(RECIPES[model])
+    if "unit" in changes and "total" not in changes:
+        raise ValueError(f"unit is {changes['unit']!r}, but how many is not said: set --total")
+    if "total" in changes:
+        settings.update(milestones=(), eval_every=max(1, changes["total"] // 20))
     return TrainConfig(**{"model": model, **settings, **changes})

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import Any
 
 import torch
 
@@ -136,75 +136,56 @@ def train_many(
     runs = {run.path: run for run in (Run.of(config, runs_dir) for config in configs)}
     outcomes = {path: Outcome(r, r.result()) for path, r in runs.items() if r.state == "done"}
 
-    def start(run: Run) -> _Job:
-        run.start()
-        lock = run.lock()
-        try:
-            training = Training(
-                run,
-                shared.get(run.config),
-                Lane(target),
-                checkpoint_every=checkpoint_every,
-                listener=listener,
-                tensorboard=tensorboard,
-            )
-        except BaseException:
-            lock.close()
-            raise
-        return _Job(training, training.turns(), lock)
+    def start(run: Run) -> Training:
+        return Training(
+            run,
+            shared.get(run.config),
+            Lane(target),
+            checkpoint_every=checkpoint_every,
+            listener=listener,
+            tensorboard=tensorboard,
+        )
 
-    jobs = (start(run) for path, run in runs.items() if path not in outcomes)
+    trainings = (start(run) for path, run in runs.items() if path not in outcomes)
     with _noticing_interrupts() as interrupted:
-        for outcome in _alternate(jobs, parallel, interrupted):
+        for outcome in _alternate(trainings, parallel, interrupted):
             outcomes[outcome.run.path] = outcome
     return [outcomes[path] for path in runs]
 
 
-@dataclass(frozen=True, eq=False)
-class _Job:
-    """A training with its turns and the lock on its directory."""
-
-    training: Training
-    turns: Turns
-    lock: IO[str]
-
-    def close(self) -> None:
-        self.turns.close()
-        self.lock.close()
-
-
 def _alternate(
-    jobs: Iterator[_Job], parallel: int, interrupted: threading.Event
+    trainings: Iterator[Training], parallel: int, interrupted: threading.Event
 ) -> Iterator[Outcome]:
-    """Give every job its turn until all have ended."""
-    active: list[_Job] = []
+    """Give every training its turn until all have ended."""
+    active: dict[Training, Turns] = {}
     try:
         while True:
-            active += itertools.islice(jobs, parallel - len(active))
+            for training in itertools.islice(trainings, parallel - len(active)):
+                active[training] = training.turns()
             if not active:
                 return
             busy = False
-            for job in list(active):
-                outcome = None
+            for training, turns in list(active.items()):
                 try:
-                    busy |= next(job.turns)
-                except StopIteration:
-                    outcome = Outcome(job.training.run, job.training.run.result())
-                except Diverged as error:
-                    job.training.run.fail(str(error))
-                    outcome = Outcome(job.training.run, failure=str(error))
-                if outcome:
-                    active.remove(job)
-                    job.close()
-                    yield outcome
+                    busy |= next(turns)
+                except (StopIteration, Diverged) as end:
+                    del active[training]
+                    yield _outcome(training.run, end)
             if interrupted.is_set():
-                _save_all(job.training for job in active)
+                _save_all(active)
                 raise KeyboardInterrupt
             if not busy:
                 time.sleep(IDLE_SECONDS)
     finally:
-        for job in active:
-            job.close()
+        for turns in active.values():
+            turns.close()
+
+
+def _outcome(run: Run, end: StopIteration | Diverged) -> Outcome:
+    if isinstance(end, StopIteration):
+        return Outcome(run, result=run.result())
+    run.fail(str(end))
+    return Outcome(run, failure=str(end))
 
 
 def _save_all(trainings: Iterable[Training]) -> None:

@@ -4,8 +4,9 @@ config.json, metrics.jsonl (one line per evaluation), checkpoint.safetensors, an
 result.json and an empty `done`, or `failed` with the reason.
 """
 
+import contextlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -51,30 +52,22 @@ class Run:
         """Where the run's checkpoint is or will be."""
         return self.path / "checkpoint.safetensors"
 
-    def start(self) -> None:
-        """Make the directory, or take up one that exists; a mark of failure is taken back."""
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Make the directory, or take up one that exists, and keep other processes out of it.
+
+        A mark of failure is taken back. The system lets go of the directory by itself if this
+        process is killed.
+        """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise describe(error, self.path, "nothing was trained") from None
-        (self.path / "failed").unlink(missing_ok=True)
-        write_whole(self.path / "config.json", (self.config.to_json() + "\n").encode())
-
-    def lock(self) -> IO[str]:
-        """Keep other processes out until the returned file is closed, or this process ends."""
-        file = (self.path / "lock").open("w")
-        try:
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except ImportError:  # Windows goes without
-            pass
-        except OSError:
-            file.close()
-            raise ValueError(
-                f"{self.path} is being trained by another process: wait until it ends"
-            ) from None
-        return file
+        with (self.path / "lock").open("w") as file:
+            _lock(file, self.path)
+            (self.path / "failed").unlink(missing_ok=True)
+            write_whole(self.path / "config.json", (self.config.to_json() + "\n").encode())
+            yield
 
     def set_metrics(self, records: Iterable[dict[str, Any]]) -> None:
         """Make metrics.jsonl hold these records alone, as after a resume."""
@@ -105,6 +98,19 @@ class Run:
     def result(self) -> dict[str, Any]:
         """Read the result of a run that is done."""
         return json.loads((self.path / "result.json").read_text())
+
+
+def _lock(file: IO[str], path: Path) -> None:
+    try:
+        import fcntl
+    except ImportError:  # Windows goes without
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise ValueError(
+            f"{path} is being trained by another process: wait until it ends"
+        ) from None
 
 
 def find_runs(runs_dir: Path) -> list[Run]:

@@ -4,6 +4,7 @@ A training is a coroutine: it gives up its turn after queueing some steps and wh
 the device, so that one thread can keep many of them going (see runner.py).
 """
 
+import contextlib
 import math
 import time
 from collections.abc import Callable
@@ -131,7 +132,6 @@ class Training:
             weight_decay=config.weight_decay,
             dtype=self._dtype,
         )
-        self._resume()
         self._tensorboard = tensorboard
         self._events: Events | None = None
         self._began = self._saved_at = time.monotonic()
@@ -142,32 +142,30 @@ class Training:
         return self.position.seconds + time.monotonic() - self._began
 
     def turns(self) -> Turns:
-        """Train to the end, giving up turns in between.
+        """Train to the end, from the last checkpoint if there is one, giving up turns in between.
 
         Raises:
+            CheckpointError: The checkpoint in the run's directory is broken or of another training.
             Diverged: The loss or a weight is no longer finite.
             OSError: A file could not be written; the last checkpoint is kept.
         """
-        if self._tensorboard:
-            self._events = Events(self.run.path, self.position.step)
-        try:
-            yield from self._finish()
-        finally:
-            if self._events:
-                self._events.close()
-
-    def _finish(self) -> Turns:
-        advance = self._prepare()
-        while True:
-            if self._evaluation_due():
-                yield from self._evaluate()
-                self.save()
-            elif time.monotonic() - self._saved_at >= self._checkpoint_every:
-                self.save()
-            if self.position.step == self.schedule.total:
-                break
-            yield from self._train(advance)
-        self.run.finish(self._result())
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.run.hold())
+            self._resume()
+            if self._tensorboard:
+                self._events = Events(self.run.path, self.position.step)
+                stack.callback(self._events.close)
+            advance = self._prepare()
+            while True:
+                if self._evaluation_due():
+                    yield from self._evaluate()
+                    self.save()
+                elif time.monotonic() - self._saved_at >= self._checkpoint_every:
+                    self.save()
+                if self.position.step == self.schedule.total:
+                    break
+                yield from self._train(advance)
+            self.run.finish(self._result())
 
     def save(self) -> None:
         """Write a checkpoint of this moment, unless there is one.

@@ -1,0 +1,253 @@
+"""`modenorm train` and `modenorm runs`."""
+
+import dataclasses
+import json
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Column, Table
+
+from modenorm.lab.data import NAMES
+from modenorm.lab.models import MODELS
+from modenorm.lab.training import Outcome, TrainConfig, Training, find_runs, recipe, train_many
+
+_model = partial(typer.Option, rich_help_panel="What to train")
+_schedule = partial(
+    typer.Option, rich_help_panel="How long and how fast (the paper's recipe unless given)"
+)
+_machine = partial(typer.Option, rich_help_panel="Where")
+_RUN = Column("run", overflow="fold", min_width=20)
+
+
+def train_command(
+    model: str = _model("lenet", help=f"One of {', '.join(MODELS)}."),
+    dataset: str | None = _model(
+        None,
+        help=f"One of {', '.join(NAMES)} (builtin needs no files), or folder:PATH of images as "
+        "train/CLASS/IMAGE and val/CLASS/IMAGE.",
+    ),
+    norm: str = _model(
+        "bn", help="bn, in, ln, gn, mn (mode normalization) or mgn (mode group normalization)."
+    ),
+    modes: int = _model(2, help="Modes K of mn and mgn."),
+    groups: int = _model(2, help="Groups of gn."),
+    where: str = _model("all", help="Replace all norms of the model, or only the first."),
+    gate: str = _model(
+        "linear", help="Gating network of mn: linear (the paper's) or standardized."
+    ),
+    variance: str = _model("pooled", help="Variance of mgn: pooled (the paper's text) or pixel."),
+    option: list[str] = _model(
+        [],
+        help="A further setting of the model, NAME=VALUE; may be repeated.",
+        metavar="NAME=VALUE",
+    ),
+    image_size: int | None = _model(None, help="Side of the images, if those of a folder differ."),
+    augment: bool | None = _model(None, help="Random crops after padding by four, and flips."),
+    seed: int = _model(0, help="Decides everything random."),
+    seeds: int = _model(1, min=1, help="Train this many seeds, counting up from --seed."),
+    batch: int | None = _schedule(None, help="Samples in a batch."),
+    lr: float | None = _schedule(None, help="First learning rate."),
+    momentum: float | None = _schedule(None, help="Of SGD."),
+    weight_decay: float | None = _schedule(None, help="Of SGD."),
+    running_momentum: float | None = _schedule(
+        None, help="Weight of a new batch in running estimates."
+    ),
+    unit: str | None = _schedule(
+        None, help="What the next three count: samples, epochs or updates."
+    ),
+    total: int | None = _schedule(None, help="Length."),
+    milestones: str | None = _schedule(
+        None, help="Where the learning rate drops to a tenth, such as 80,120."
+    ),
+    eval_every: int | None = _schedule(None, help="Distance between looks at the test set."),
+    data: Path = _machine(Path("data"), help="Folder with the data sets' files."),
+    runs: Path = _machine(Path("runs"), help="Folder of runs; each gets a folder in it."),
+    device: str | None = _machine(None, help="cuda or cpu; the GPU if there is one."),
+    dtype: str | None = _machine(None, help="float32, or bfloat16 for mixed precision."),
+    channels_last: bool | None = _machine(None, help="Memory format; often faster on a GPU."),
+    parallel: int = _machine(10, min=1, help="Trainings side by side at most."),
+    checkpoint_every: float = _machine(60.0, help="Seconds between checkpoints."),
+    tensorboard: bool = _machine(False, help="Also write TensorBoard events."),
+) -> None:
+    """Train a model, or go on with a training that was interrupted.
+
+    The same command always names the same run: if it was interrupted, it goes on from its last
+    checkpoint; if it is done, its result is shown.
+
+    Try it without any files:  modenorm train --dataset builtin --norm mn --total 100000
+    """
+    given = {
+        "dataset": dataset,
+        "image_size": image_size,
+        "augment": augment,
+        "batch": batch,
+        "lr": lr,
+        "momentum": momentum,
+        "weight_decay": weight_decay,
+        "running_momentum": running_momentum,
+        "unit": unit,
+        "total": total,
+        "milestones": None if milestones is None else _integers(milestones),
+        "eval_every": eval_every,
+        "dtype": dtype,
+        "channels_last": channels_last,
+    }
+    config = recipe(
+        model,
+        norm=norm,
+        modes=modes,
+        groups=groups,
+        where=where,
+        gate=gate,
+        variance=variance,
+        seed=seed,
+        options=dict(_assignment(text) for text in option),
+        **{name: value for name, value in given.items() if value is not None},
+    )
+    configs = [dataclasses.replace(config, seed=seed + i) for i in range(seeds)]
+    options = {
+        "data_dir": data,
+        "device": device,
+        "parallel": parallel,
+        "checkpoint_every": checkpoint_every,
+        "tensorboard": tensorboard,
+    }
+    outcomes = _train(configs, runs, options)
+    _show(outcomes, Console())
+    if any(outcome.failure for outcome in outcomes):
+        raise typer.Exit(1)
+
+
+def _train(configs: list[TrainConfig], runs: Path, options: dict[str, Any]) -> list[Outcome]:
+    console = Console(stderr=True)
+    try:
+        with ProgressReport(console) as report:
+            return train_many(configs, runs, listener=report, **options)
+    except KeyboardInterrupt:
+        console.print(
+            f"Interrupted. What was trained is kept in {runs}; give the same command to go on.",
+            highlight=False,
+        )
+        raise typer.Exit(130) from None
+
+
+def list_runs(
+    folder: Path = typer.Argument(Path("runs"), help="The folder that was --runs in training."),
+) -> None:
+    """List the runs in a folder: done, failed or incomplete, and their errors."""
+    table = Table(_RUN, "state", "samples", "final error %", "top error %")
+    for run in find_runs(folder):
+        metrics = run.metrics()
+        errors = [record["test_error"] for record in metrics]
+        table.add_row(
+            run.path.name,
+            run.state,
+            f"{metrics[-1]['samples']:,}" if metrics else "0",
+            f"{errors[-1]:.2f}" if errors else "",
+            f"{min(errors):.2f}" if errors else "",
+        )
+    Console().print(table)
+
+
+class ProgressReport:
+    """A bar per training with its error, speed and time left; plain lines without a terminal."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[loss]}  {task.fields[error]}  {task.fields[speed]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._tasks: dict[str, TaskID] = {}
+        self._began: dict[str, tuple[float, int]] = {}
+        self._evaluations: dict[str, int] = {}
+
+    def __enter__(self) -> "ProgressReport":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._progress.stop()
+
+    def __call__(self, training: Training) -> None:
+        """Show how far a training is."""
+        name, step = training.run.path.name, training.position.step
+        if name not in self._tasks:
+            self._tasks[name] = self._progress.add_task(
+                name, total=training.schedule.total, loss="", error="", speed=""
+            )
+            self._began[name] = (time.monotonic(), step)
+            self._evaluations[name] = len(training.position.metrics)
+        fields = self._fields(training)
+        self._progress.update(self._tasks[name], completed=step, **fields)
+        if len(training.position.metrics) > self._evaluations[name]:
+            self._evaluations[name] = len(training.position.metrics)
+            if not self._console.is_terminal:
+                line = "  ".join([name, f"step {step}/{training.schedule.total}", *fields.values()])
+                self._console.print(line, highlight=False, soft_wrap=True)
+
+    def _fields(self, training: Training) -> dict[str, Any]:
+        began, first = self._began[training.run.path.name]
+        samples = (training.position.step - first) * training.run.config.batch
+        elapsed = time.monotonic() - began
+        metrics = training.position.metrics
+        return {
+            "loss": f"loss {training.train_loss:.3f}",
+            "error": f"error {metrics[-1]['test_error']:.2f} %" if metrics else "error -",
+            "speed": f"{samples / elapsed:,.0f} samples/s" if samples else "- samples/s",
+        }
+
+
+def _show(outcomes: list[Outcome], console: Console) -> None:
+    table = Table(_RUN, "final error %", "top error %", "by domain", "samples", "seconds")
+    for outcome in outcomes:
+        if outcome.result is None:
+            console.print(f"failed: {outcome.failure}", highlight=False, soft_wrap=True)
+            continue
+        result = outcome.result
+        domains = result["domain_errors"].items()
+        table.add_row(
+            result["run"],
+            f"{result['final_error']:.2f}",
+            f"{result['top_error']:.2f}",
+            ", ".join(f"{name} {error:.2f}" for name, error in domains),
+            f"{result['samples_seen']:,}",
+            f"{result['seconds']:.1f}",
+        )
+    if table.row_count:
+        console.print(table)
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part.replace("_", "")) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise ValueError(f"--milestones is {text!r}, expected whole numbers like 80,120") from None
+
+
+def _assignment(text: str) -> tuple[str, Any]:
+    """Read NAME=VALUE; the value is JSON where it can be, and text otherwise."""
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise ValueError(f"--option is {text!r}, expected NAME=VALUE, such as activation=sigmoid")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
