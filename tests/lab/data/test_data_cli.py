@@ -42,7 +42,7 @@ def test_verify_as_published(small, tmp_path):
     out = tmp_path / "results" / "data.jsonl"
     result = run("verify", "--data", small, "--json", out)
     assert result.exit_code == 0, result.output
-    assert result.output.count("as published") == 12
+    assert result.output.count("│ ok") == 12
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(row["dataset"], row["split"]) for row in rows][:2] == [
         ("mnist", "train"),

@@ -112,7 +112,11 @@ def verify(
     chosen = names or present(data)
     if not chosen:
         raise DataError(f"no data set in {data}: expected one of {', '.join(PUBLISHED)}")
-    verdicts = [verdict for name in chosen for verdict in check(name, data)]
+    verdicts = []
+    with Console(stderr=True).status("") as status:
+        for name in chosen:
+            status.update(f"reading {name}")
+            verdicts += check(name, data)
     Console().print(_table(verdicts))
     if json is not None:
         write_json(json, verdicts)
@@ -123,7 +127,7 @@ def verify(
 
 def _table(verdicts: Iterable[Verdict]) -> Table:
     table = Table(title="Data sets against what is published")
-    for heading in ("set", "split", "images", "shape", "per class", "files", "sha256", ""):
+    for heading in ("set", "split", "images", "shape", "per class", "files", "verdict"):
         table.add_column(heading, justify="right" if heading == "images" else "left")
     for v in verdicts:
         low, high = min(v.histogram), max(v.histogram)
@@ -132,9 +136,8 @@ def _table(verdicts: Iterable[Verdict]) -> Table:
             v.split,
             str(v.count),
             "×".join(map(str, v.shape)),
-            str(low) if low == high else f"{low} to {high}",
+            str(low) if low == high else f"{low}–{high}",
             "original" if v.original_files else "rewritten",
-            v.sha256[:12],
-            "[red]differs" if v.problems else "[green]as published",
+            "[red]differs" if v.problems else "[green]ok",
         )
     return table
