@@ -74,7 +74,7 @@ def smooth_noise(rng: np.random.Generator, n: int, channels: int, cells: int) ->
     grid = rng.random((n, channels, cells + 1, cells + 1), np.float32)
     place = np.arange(SIDE, dtype=np.float32) * np.float32(cells / SIDE)
     low = np.floor(place).astype(int)
-    part = place - low
+    part = place - np.floor(place)
     rows = grid[:, :, low] * (1 - part)[:, None] + grid[:, :, low + 1] * part[:, None]
     return rows[..., low] * (1 - part) + rows[..., low + 1] * part
 

@@ -115,6 +115,7 @@ def _colour_images(parts: Sequence[Tensor]) -> Tensor:
 def _load_folder(folder: Path, size: int | None, use_cache: bool) -> DataSet:
     if size is not None and size < 1:
         raise DataError(f"size {size} for {folder}: expected at least 1 pixel")
+    name = folder.resolve().name
     index = index_folder(folder)
     if use_cache:
         key = fingerprint(index.paths, FORMAT, size, index)
@@ -125,6 +126,6 @@ def _load_folder(folder: Path, size: int | None, use_cache: bool) -> DataSet:
 
     def one(split: str) -> ImageSet:
         images, labels = splits[split]
-        return ImageSet(images, labels, torch.zeros_like(labels), index.classes, (folder.name,))
+        return ImageSet(images, labels, torch.zeros_like(labels), index.classes, (name,))
 
-    return DataSet(folder.name, one("train"), one("test"))
+    return DataSet(name, one("train"), one("test"))
