@@ -19,9 +19,9 @@ LAYERS = {
 }
 
 # Relative to the largest entry. float32: about a hundred roundings, for sums of up to a few hundred
-# terms divided by standard deviations of order one. float64: what the reference's ⟨x²⟩ − ⟨x⟩² leaves
-# of sixteen digits, where means are up to a hundred standard deviations. Half types: statistics are
-# float32, so the one rounding to the type itself, half a unit of the last place, is what is left.
+# terms divided by standard deviations of order one. float64: what ⟨x²⟩ − ⟨x⟩² in the reference
+# leaves of sixteen digits, where means are up to a hundred standard deviations. Half types:
+# statistics are float32, so only the rounding to the type is left, half a unit of the last place.
 TOLERANCES = {
     torch.float64: 1e-10,
     torch.float32: 2e-5,

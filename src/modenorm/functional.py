@@ -400,8 +400,9 @@ def _cast(x: Tensor, parameter: Tensor | None) -> Tensor | None:
 
 def _full_precision(x: Tensor) -> contextlib.AbstractContextManager[object]:
     """Autocast would run the mixing's products in half precision."""
-    if torch.is_autocast_enabled(x.device.type):
-        return torch.autocast(x.device.type, enabled=False)
+    kind = x.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
     return contextlib.nullcontext()
 
 

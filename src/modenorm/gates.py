@@ -105,6 +105,7 @@ class StandardizedGate(Float32Buffers, LinearGate):
         super().__init__(num_features, num_modes, device=device, dtype=dtype)
         self.eps = eps
         self.momentum = momentum
+        self.statistics_frozen = False
         kind: dict[str, Any] = {"device": device, "dtype": running_dtype(dtype)}
         self.register_buffer("running_mean", torch.zeros(num_features, **kind))
         self.register_buffer("running_var", torch.ones(num_features, **kind))
@@ -118,7 +119,7 @@ class StandardizedGate(Float32Buffers, LinearGate):
 
     def forward(self, features: Tensor) -> Tensor:
         """Logits of each sample's modes."""
-        if self.training and features.shape[0] > 1:
+        if self.training and not self.statistics_frozen and features.shape[0] > 1:
             var, mean = torch.var_mean(features, 0, correction=0)
             if not recomputing():
                 self._update(mean, var)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from modenorm.gates import StandardizedGate
 from modenorm.layers import ModeNorm
 
 __all__ = ["freeze_statistics", "recalibrate"]
@@ -72,7 +73,8 @@ def _collecting(model: nn.Module, layers: list[ModeNorm]) -> Iterator[None]:
 def freeze_statistics(model: nn.Module, frozen: bool = True) -> list[str]:
     """Let mode norms use their running estimates, unchanged, also in training mode.
 
-    Parameters and gates still learn. Unlike `layer.eval()` this survives `model.train()`.
+    The same holds for the features' estimates in a `StandardizedGate`. Parameters still learn.
+    Unlike `layer.eval()` this survives `model.train()`.
 
     Args:
         model: any model with mode norms.
@@ -88,7 +90,9 @@ def freeze_statistics(model: nn.Module, frozen: bool = True) -> list[str]:
     """
     names = []
     for name, module in model.named_modules():
-        if isinstance(module, ModeNorm) and module.track_running_stats:
+        if isinstance(module, StandardizedGate):
+            module.statistics_frozen = frozen
+        elif isinstance(module, ModeNorm) and module.track_running_stats:
             module.statistics_frozen = frozen
             names.append(name)
     return names

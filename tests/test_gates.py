@@ -1,0 +1,136 @@
+"""Gating networks: what they compute, how they start, what they remember."""
+
+import pytest
+import torch
+from torch import nn
+
+import modenorm
+from compare import assert_close
+from modenorm.gates import LinearGate, StandardizedGate, make_gate
+
+
+def test_linear_gate_is_an_affine_map():
+    gate, features = LinearGate(5, 3).double(), torch.randn(4, 5).double()
+    assert_close(gate(features), features @ gate.weight.t() + gate.bias, 1e-14)
+
+
+def test_linear_gate_starts_with_small_noise():
+    gate = LinearGate(400, 50)
+    assert gate.weight.std().item() == pytest.approx(0.01, rel=0.05)
+    assert gate.weight.mean().abs() < 1e-3
+    assert gate.bias.abs().max() <= 1 / 20
+    assert gate.bias.abs().max() > 1 / 25
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_linear_gate_of_half_type_computes_in_the_features_type(dtype):
+    gate, features = LinearGate(64, 2, dtype=dtype), torch.randn(4, 64)
+    logits = gate(features)
+    assert logits.dtype == torch.float32
+    assert_close(logits, features @ gate.weight.float().t() + gate.bias.float(), 1e-6)
+
+
+def test_standardized_gate_in_training():
+    gate = StandardizedGate(5, 3).double()
+    features = torch.randn(6, 5).double() * 7 + 3
+    normed = nn.functional.batch_norm(features, None, None, training=True)
+    assert_close(gate(features), normed @ gate.weight.t() + gate.bias, 1e-12)
+
+
+def test_standardized_gate_in_evaluation_after_training():
+    gate = StandardizedGate(5, 3, momentum=0.2).double()
+    mean, var = torch.zeros(5).double(), torch.ones(5).double()
+    for step in range(4):
+        features = torch.randn(6, 5).double() * (step + 1) + step
+        gate(features)
+        mean = 0.8 * mean + 0.2 * features.mean(0)
+        var = 0.8 * var + 0.2 * features.var(0, correction=0)
+    features = torch.randn(3, 5).double()
+    normed = (features - mean) / torch.sqrt(var + 1e-5)
+    assert_close(gate.eval()(features), normed @ gate.weight.t() + gate.bias, 1e-12)
+
+
+def test_standardized_gate_is_free_of_the_features_scale():
+    gate, features = StandardizedGate(5, 3), torch.randn(6, 5)
+    assert_close(gate(features), gate(1000 * features - 5), 1e-4)
+
+
+def test_standardized_gate_gradients():
+    gate = StandardizedGate(5, 3).double()
+    features = torch.randn(6, 5).double().requires_grad_()
+    assert torch.autograd.gradcheck(gate, features)
+    assert torch.autograd.gradcheck(gate.eval(), features)
+
+
+def test_standardized_gate_with_one_sample_uses_its_estimates():
+    gate = StandardizedGate(5, 3)
+    gate(torch.randn(6, 5))
+    before, features = gate.running_mean.clone(), torch.randn(1, 5)
+    assert_close(gate.train()(features), gate.eval()(features), 1e-6)
+    assert torch.equal(gate.running_mean, before)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_standardized_gate_forgets_bad_batches(bad):
+    gate, features = StandardizedGate(5, 3), torch.randn(6, 5)
+    gate(features)
+    before = gate.running_mean.clone(), gate.running_var.clone()
+    features[2, 1] = bad
+    gate(features)
+    assert torch.equal(gate.running_mean, before[0])
+    assert torch.equal(gate.running_var, before[1])
+
+
+def test_gate_given_as_a_module_is_kept():
+    gate = nn.Linear(5, 3)
+    assert make_gate(gate, 5, 3) is gate
+    assert modenorm.ModeNorm2d(5, 3, gate=gate).gate is gate
+
+
+def test_gate_factory_is_called_with_sizes_and_moved():
+    layer = modenorm.ModeNorm2d(5, 3, gate=nn.Linear, dtype=torch.float64)
+    assert isinstance(layer.gate, nn.Linear)
+    assert layer.gate.weight.shape == (3, 5)
+    assert layer.gate.weight.dtype == torch.float64
+
+
+def test_gate_factory_on_the_meta_device():
+    layer = modenorm.ModeNorm2d(5, 3, gate=StandardizedGate, device="meta")
+    assert {tensor.device.type for tensor in layer.state_dict().values()} == {"meta"}
+
+
+@pytest.mark.parametrize("gate_dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_custom_gate_gets_features_of_its_own_type(gate_dtype, backend):
+    seen = []
+
+    class Gate(nn.Linear):
+        def forward(self, features):
+            seen.append(features.dtype)
+            return super().forward(features)
+
+    layer = modenorm.ModeNorm2d(5, 3, gate=Gate(5, 3, dtype=gate_dtype))
+    y = layer(torch.randn(4, 5, 2, 2, dtype=torch.float16))
+    assert seen == [gate_dtype]
+    assert y.dtype == torch.float16
+
+
+def test_gate_without_parameters(backend):
+    class SignGate(nn.Module):
+        def forward(self, features):
+            return torch.stack([features[:, 0], -features[:, 0]], 1) * 1e4
+
+    layer = modenorm.ModeNorm2d(3, 2, gate=SignGate(), affine=False)
+    x = torch.randn(8, 3, 4, 4).double()
+    x[::2, 0] += 10
+    x[1::2, 0] -= 10
+    y = layer.double()(x)
+    for part in (y[::2], y[1::2]):
+        assert_close(part.mean((0, 2, 3)), torch.zeros(3), 1e-9)
+
+
+def test_gates_of_the_layer_are_a_softmax_of_pooled_features(backend):
+    layer, x = modenorm.ModeNorm2d(3, 4).double(), torch.randn(5, 3, 4, 4).double()
+    seen = []
+    layer.gate_listener = seen.append
+    layer(x)
+    assert_close(seen[0], torch.softmax(layer.gate(x.mean((2, 3))), 1), 1e-13)

@@ -1,0 +1,150 @@
+"""Running estimates of a whole model: recalibrate and freeze."""
+
+import pytest
+import torch
+from torch import nn
+
+import modenorm
+from compare import assert_close
+
+
+def make_model(**options):
+    return nn.Sequential(
+        nn.Conv2d(2, 3, 3),
+        modenorm.ModeNorm2d(3, **options),
+        nn.ReLU(),
+        nn.Dropout(0.5),
+        nn.Conv2d(3, 4, 3),
+        modenorm.ModeNorm2d(4, gate=modenorm.StandardizedGate),
+    ).double()
+
+
+def batches(count=5):
+    return [torch.randn(6, 2, 8, 8).double() * (i + 1) + i for i in range(count)]
+
+
+def test_recalibrate_averages_all_batches_equally():
+    layer, data = modenorm.ModeNorm2d(2, 1).double(), batches()
+    layer(batches()[3])  # what was there before is forgotten
+    assert modenorm.recalibrate(layer, data) == 5
+    everything = torch.cat(data)
+    assert_close(layer.running_mean[0], everything.mean((0, 2, 3)), 1e-12)
+    assert_close(layer.running_var[0], everything.var((0, 2, 3), correction=0), 1e-12)
+    assert layer.num_batches_tracked == 5
+
+
+def test_recalibrate_leaves_everything_else_as_it_was():
+    model = make_model(momentum=0.3).train()
+    model[0].eval()
+    modenorm.freeze_statistics(model)
+    model[5].statistics_frozen = False
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    gate_mean = model[5].gate.running_mean.clone()
+    modes = [module.training for module in model.modules()]
+    modenorm.recalibrate(model, batches())
+    assert [module.training for module in model.modules()] == modes
+    assert model[1].momentum == 0.3
+    assert (model[1].statistics_frozen, model[5].statistics_frozen) == (True, False)
+    assert torch.equal(model[5].gate.running_mean, gate_mean)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_recalibrate_runs_the_rest_in_evaluation():
+    model, data = make_model(), batches()
+    results = []
+    for _ in range(2):  # dropout would make the second layer's statistics random
+        modenorm.recalibrate(model, data)
+        results.append(model[5].running_mean.clone())
+    assert torch.equal(*results)
+
+
+def test_recalibrate_makes_eval_agree_with_training_on_one_batch():
+    model, (x,) = make_model(), batches(1)
+    modenorm.recalibrate(model, [x])
+    model.eval()
+    expected = model(x)
+    model[1].train()
+    model[1].momentum = None
+    assert_close(model(x), expected, 1e-10)
+
+
+def test_recalibrate_takes_pairs_of_input_and_label():
+    model, data = make_model(), batches()
+    modenorm.recalibrate(model, data)
+    expected = model[1].running_mean.clone()
+    modenorm.recalibrate(model, [(x, torch.zeros(6)) for x in data])
+    assert torch.equal(model[1].running_mean, expected)
+
+
+def test_recalibrate_restores_after_a_failure():
+    model = make_model(momentum=0.3)
+
+    def failing():
+        yield batches(1)[0]
+        raise RuntimeError("no more data")
+
+    with pytest.raises(RuntimeError, match="no more data"):
+        modenorm.recalibrate(model, failing())
+    assert model[1].momentum == 0.3
+    assert model.training
+    assert model[3].training
+
+
+def test_recalibrate_without_batches_changes_nothing():
+    model = make_model()
+    model(batches(1)[0])
+    before = model[1].running_mean.clone()
+    with pytest.raises(ValueError, match="no batches"):
+        modenorm.recalibrate(model, [])
+    assert torch.equal(model[1].running_mean, before)
+
+
+def test_recalibrate_without_layers():
+    with pytest.raises(ValueError, match="no mode norm"):
+        modenorm.recalibrate(nn.BatchNorm2d(3), batches())
+
+
+def test_freeze_uses_the_estimates_in_training_mode(backend):
+    model = make_model()
+    for x in batches():
+        model(x)
+    layer, x = model[1], torch.randn(4, 3, 5, 5).double()
+    expected = layer.eval()(x)
+    assert modenorm.freeze_statistics(model) == ["1", "5"]
+    before = layer.running_mean.clone()
+    assert torch.equal(layer.train()(x), expected)
+    assert torch.equal(layer.running_mean, before)
+    layer(x).backward(torch.randn(4, 3, 5, 5))
+    assert all(parameter.grad is not None for parameter in layer.parameters())
+    assert modenorm.freeze_statistics(model, frozen=False) == ["1", "5"]
+    layer(x)
+    assert not torch.equal(layer.running_mean, before)
+
+
+def test_freeze_also_holds_the_gate_still():
+    model = make_model()
+    modenorm.freeze_statistics(model)
+    gate, before = model[5].gate, model[5].gate.running_mean.clone()
+    model(batches(1)[0])
+    assert torch.equal(gate.running_mean, before)
+
+
+def test_freeze_skips_layers_without_estimates():
+    layer = modenorm.ModeNorm2d(3, track_running_stats=False)
+    assert modenorm.freeze_statistics(layer) == []
+
+
+def test_weight_averaging_then_recalibration():
+    """AveragedModel and recalibrate, as with torch's update_bn."""
+    model, data = make_model(), batches()
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for x in data:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        averaged.update_parameters(model)
+    modenorm.recalibrate(averaged, data)
+    assert averaged.eval()(data[0]).isfinite().all()
+    assert averaged.module[1].num_batches_tracked == 5
