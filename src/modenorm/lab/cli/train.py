@@ -48,7 +48,7 @@ def train_command(
         "linear", help="Gating network of mn: linear (the paper's) or standardized."
     ),
     variance: str = _model("pooled", help="Variance of mgn: pooled (the paper's text) or pixel."),
-    option: list[str] = _model(
+    options: list[str] = _model(
         [],
         help="A further setting of the model, NAME=VALUE; may be repeated.",
         metavar="NAME=VALUE",
@@ -113,28 +113,28 @@ def train_command(
         gate=gate,
         variance=variance,
         seed=seed,
-        options=dict(_assignment(text) for text in option),
+        options=dict(_assignment(text) for text in options),
         **{name: value for name, value in given.items() if value is not None},
     )
     configs = [dataclasses.replace(config, seed=seed + i) for i in range(seeds)]
-    options = {
+    machine = {
         "data_dir": data,
         "device": device,
         "parallel": parallel,
         "checkpoint_every": checkpoint_every,
         "tensorboard": tensorboard,
     }
-    outcomes = _train(configs, runs, options)
+    outcomes = _train(configs, runs, machine)
     _show(outcomes, Console())
     if any(outcome.failure for outcome in outcomes):
         raise typer.Exit(1)
 
 
-def _train(configs: list[TrainConfig], runs: Path, options: dict[str, Any]) -> list[Outcome]:
+def _train(configs: list[TrainConfig], runs: Path, machine: dict[str, Any]) -> list[Outcome]:
     console = Console(stderr=True)
     try:
         with ProgressReport(console) as report:
-            return train_many(configs, runs, listener=report, **options)
+            return train_many(configs, runs, listener=report, **machine)
     except KeyboardInterrupt:
         console.print(
             f"Interrupted. What was trained is kept in {runs}; give the same command to go on.",
@@ -246,7 +246,7 @@ def _assignment(text: str) -> tuple[str, Any]:
     """Read NAME=VALUE; the value is JSON where it can be, and text otherwise."""
     name, equals, value = text.partition("=")
     if not (name and equals):
-        raise ValueError(f"--option is {text!r}, expected NAME=VALUE, such as activation=sigmoid")
+        raise ValueError(f"--options is {text!r}, expected NAME=VALUE, such as activation=sigmoid")
     try:
         return name, json.loads(value)
     except ValueError:

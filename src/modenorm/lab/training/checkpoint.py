@@ -122,22 +122,19 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 def build_model(config: TrainConfig, num_classes: int, generator: torch.Generator) -> nn.Module:
     """Create the model of a configuration with its initial weights, on the CPU."""
-    model = create_model(
+    return create_model(
         config.model,
         num_classes=num_classes,
         norm=config.norm,
         modes=config.modes,
         groups=config.groups,
         where=config.where,
+        momentum=config.running_momentum,
         gate=config.gate,
         variance=config.variance,
         generator=generator,
         **config.options,
     )
-    for module in model.modules():
-        if getattr(module, "running_mean", None) is not None:
-            module.momentum = config.running_momentum  # type: ignore[assignment]
-    return model
 
 
 def load_state(model: nn.Module, state: dict[str, Tensor], path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import inspect
 import json
 import math
 from collections.abc import Collection
@@ -95,6 +96,10 @@ class TrainConfig:
         for name, known in CHOICES.items():
             rule = f"one of {', '.join(known)}"
             _require(self, name, getattr(self, name) in known, rule)
+        taken = _options_of(self.model)
+        _require(
+            self, "options", self.options.keys() <= taken, f"of {sorted(taken)} for this model"
+        )
         rising = list(self.milestones) == sorted(set(self.milestones))
         _require(self, "milestones", rising, "in rising order, such as 80,120")
 
@@ -139,6 +144,11 @@ def _require(config: TrainConfig, name: str, holds: bool, rule: str) -> None:
     if not holds:
         option = "--" + name.replace("_", "-")
         raise ValueError(f"{name} is {getattr(config, name)!r}, but must be {rule}: set {option}")
+
+
+def _options_of(model: str) -> set[str]:
+    parameters = inspect.signature(MODELS[model]).parameters.values()
+    return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
 _LENET = {

@@ -1,0 +1,155 @@
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from modenorm.lab.cli import main
+from modenorm.lab.data import DataSet, ImageSet
+from modenorm.lab.training import Run, Training, find_runs, runner
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+def images(count: int) -> ImageSet:
+    generator = torch.Generator().manual_seed(count)
+    labels = torch.randint(4, (count,), generator=generator)
+    pixels = torch.randint(0, 256, (count, 3, 32, 32), generator=generator).to(torch.uint8)
+    return ImageSet(pixels, labels, labels % 2, tuple("abcd"), ("even", "odd"))
+
+
+@pytest.fixture
+def command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Command:
+    """Run the command line in a folder of its own; gives exit code, output and errors."""
+    real = runner.load
+
+    def load(name: str, *args: object, **kwargs: object) -> DataSet:
+        if name == "builtin":
+            return DataSet(name, images(40), images(30))
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(runner, "load", load)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["modenorm", *arguments])
+        try:
+            main()
+            code = 0
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return code, *capsys.readouterr()
+
+    return run
+
+
+SHORT = (
+    "--dataset",
+    "builtin",
+    "--batch",
+    "8",
+    "--unit",
+    "updates",
+    "--total",
+    "4",
+    "--device",
+    "cpu",
+)
+
+
+def test_train_shows_the_result_and_keeps_it(command: Command) -> None:
+    code, out, progress = command("train", *SHORT, "--norm", "mn", "--seeds", "2")
+    assert code == 0
+    assert "top error %" in out
+    assert "even" in out
+    assert "step 4/4" in progress
+    runs = find_runs(Path("runs"))
+    assert [run.state for run in runs] == ["done", "done"]
+    assert [run.config.seed for run in runs] == [0, 1]
+    assert runs[0].config.lr == 0.1  # the recipe's
+
+    code, again, progress = command("train", *SHORT, "--norm", "mn")
+    assert (code, progress) == (0, "")
+    assert runs[0].path.name in again
+
+    code, listing, _ = command("runs", "runs")
+    assert code == 0
+    assert listing.count("done") == 2
+
+
+def test_settings_reach_the_configuration(command: Command) -> None:
+    code, _, _ = command(
+        "train", *SHORT, "--milestones", "2,3", "--augment", "--weight-decay", "0.001",
+        "--options", "activation=tanh", "--modes", "4", "--norm", "mgn", "--gate", "standardized",
+    )  # fmt: skip
+    assert code == 0
+    (run,) = find_runs(Path("runs"))
+    config = run.config
+    assert config.milestones == (2, 3)
+    assert config.augment
+    assert config.weight_decay == 0.001
+    assert config.options == {"activation": "tanh"}
+    assert (config.norm, config.modes, config.gate) == ("mgn", 4, "standardized")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "alexnet"], "alexnet"),
+        (["--norm", "xx"], "norm is 'xx', but must be one of bn, in, ln, gn, mn, mgn"),
+        (["--dataset", "nowhere"], "unknown data set 'nowhere'"),
+        (["--dataset", "cifar10"], "cifar"),
+        (["--batch", "0"], "batch is 0"),
+        (["--milestones", "a,b"], "expected whole numbers"),
+        (["--options", "tanh"], "expected NAME=VALUE"),
+        (["--options", "colour=1"], "colour"),
+        (["--device", "tpu"], "unknown device 'tpu'"),
+        (["--runs", "/dev/null/runs"], "cannot write /dev/null/runs"),
+    ],
+)
+def test_mistakes_are_told_in_one_sentence(
+    command: Command, arguments: list[str], message: str
+) -> None:
+    code, out, errors = command("train", *SHORT, *arguments)
+    assert code == 2
+    assert message in errors
+    assert len(errors.strip().splitlines()) == 1
+    assert out == ""
+
+
+def test_a_diverging_run_says_so(command: Command) -> None:
+    code, out, _ = command("train", *SHORT, "--lr", "1e30")
+    assert code == 1
+    assert "no longer finite" in out
+
+
+def test_interrupt_says_how_to_go_on(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(training: Training) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    tell = Training._tell
+    monkeypatch.setattr(Training, "_tell", interrupt)
+    code, out, errors = command("train", *SHORT, "--total", "300", "--eval-every", "150")
+    assert (code, out) == (130, "")
+    assert "give the same command to go on" in errors
+    (run,) = find_runs(Path("runs"))
+    assert run.state == "incomplete"
+    assert run.checkpoint.exists()
+
+    monkeypatch.setattr(Training, "_tell", tell)
+    code, _, _ = command("train", *SHORT, "--total", "300", "--eval-every", "150")
+    assert code == 0
+    assert Run.open(run.path).state == "done"
+
+
+def test_help_names_the_choices(command: Command) -> None:
+    code, out, _ = command("train", "--help")
+    assert code == 0
+    for word in ("lenet", "builtin", "mode normalization", "--milestones", "bfloat16"):
+        assert word in out
+    assert command("runs", "nowhere")[0] == 2

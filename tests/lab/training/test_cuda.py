@@ -1,0 +1,114 @@
+"""What only a GPU can show: captured steps, streams, and their agreement with plain ones."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from fake_data import fake_config, fake_data, fake_images
+from test_resume import same_end
+
+from modenorm.lab.data.loader import PADDING, DeviceImages, Loader, SampleStream
+from modenorm.lab.models import generators
+from modenorm.lab.training import Run, Training, train, train_many
+from modenorm.lab.training.runner import SharedData
+from modenorm.lab.training.step import Lane, capture
+
+pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("augment", [False, True])
+def test_batches_are_those_of_the_cpu(augment: bool, channels_last: bool) -> None:
+    batches = []
+    for device in (CPU, CUDA):
+        data = DeviceImages(
+            fake_images(50), device, padding=PADDING * augment, channels_last=channels_last
+        )
+        loader = Loader(data, SampleStream(50, 8, 0, augment=augment), capacity=8)
+        loader.load(3, 9)
+        batches.append([loader.next_batch() for _ in range(6)])
+    for plain, fast in zip(*batches, strict=True):
+        torch.testing.assert_close(fast.images.cpu(), plain.images, rtol=0, atol=3e-6)
+        assert torch.equal(fast.labels.cpu(), plain.labels)
+
+
+def started(tmp_path: Path, **changes: object) -> Training:
+    config = fake_config(**changes)
+    data = SharedData(CUDA, None, fake_data()).get(config)
+    return Training(Run.of(config, tmp_path), data, Lane(CUDA))
+
+
+def test_capture_changes_nothing(tmp_path: Path) -> None:
+    training = started(tmp_path)
+    training._load_chunk()
+    torch.cuda.synchronize()
+    step = training._step
+    before = [tensor.clone() for tensor in step.state()]
+    draws = [generator.get_state() for generator in generators(training.model)]
+    capture(step, generators(training.model), training.lane)
+    torch.cuda.synchronize()
+    for old, new in zip(before, step.state(), strict=True):
+        assert torch.equal(old, new)
+    for old, generator in zip(draws, generators(training.model), strict=True):
+        assert torch.equal(old, generator.get_state())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"norm": "bn", "dtype": "bfloat16", "channels_last": True},
+        {"norm": "mgn"},
+        {"norm": "gn", "momentum": 0.0},
+    ],
+)
+def test_replays_follow_plain_steps(tmp_path: Path, changes: dict[str, object]) -> None:
+    plain, fast = (started(tmp_path, **changes) for _ in range(2))
+    for training in (plain, fast):
+        training._load_chunk()
+    torch.cuda.synchronize()
+    replay = capture(fast._step, generators(fast.model), fast.lane)
+    for training, advance in ((plain, plain._step), (fast, replay)):
+        with training.lane.enter():
+            for _ in range(10):
+                advance()
+    torch.cuda.synchronize()
+    # the same kernels; atomics in some backward passes may add in another order
+    tolerance = 2e-2 if changes.get("dtype") == "bfloat16" else 1e-4
+    torch.testing.assert_close(fast._step.loss_sum, plain._step.loss_sum, rtol=tolerance, atol=0)
+    assert int(fast._step.loader._counter) == int(plain._step.loader._counter) == 10
+
+
+def test_dropout_differs_from_replay_to_replay_and_resumes(tmp_path: Path) -> None:
+    config = fake_config(norm="bn", augment=False)
+    outcome = train(config, tmp_path / "whole", data=fake_data(), device="cuda")
+
+    def interrupt(training: Training) -> None:
+        if training.position.step >= 18:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        train(config, tmp_path / "parts", data=fake_data(), device="cuda", listener=interrupt,
+              checkpoint_every=0.0)  # fmt: skip
+    resumed = train(config, tmp_path / "parts", data=fake_data(), device="cuda")
+    assert resumed["samples_seen"] == outcome["samples_seen"]
+    losses = [
+        [record["train_loss"] for record in Run.of(config, tmp_path / part).metrics()]
+        for part in ("whole", "parts")
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
+def test_alone_and_beside_others_is_the_same(tmp_path: Path) -> None:
+    configs = [fake_config(total=600, eval_every=250, seed=seed) for seed in range(4)]
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        train_many(configs, tmp_path / "beside", data=fake_data(), device="cuda", parallel=4)
+        train(configs[2], tmp_path / "alone", data=fake_data(), device="cuda")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    same_end(Run.of(configs[2], tmp_path / "beside"), Run.of(configs[2], tmp_path / "alone"))

@@ -1,0 +1,157 @@
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from fake_data import fake_config, fake_data
+from test_resume import same_end
+
+from modenorm.lab.training import (
+    Diverged,
+    Run,
+    TrainConfig,
+    Training,
+    find_runs,
+    sort_by_state,
+    sweep,
+    train,
+    train_many,
+)
+
+
+def test_alone_and_beside_others_is_the_same(tmp_path: Path) -> None:
+    configs = [
+        fake_config(total=24),
+        fake_config(total=24, seed=1),
+        fake_config(total=20, norm="bn", augment=False, channels_last=True),
+        fake_config(total=10, norm="mgn", momentum=0.0),
+    ]
+    outcomes = train_many(configs, tmp_path / "beside", data=fake_data(), parallel=3)
+    assert [outcome.run.config for outcome in outcomes] == configs
+    for config in configs:
+        train(config, tmp_path / "alone", data=fake_data())
+        same_end(Run.of(config, tmp_path / "beside"), Run.of(config, tmp_path / "alone"))
+
+
+def test_trainings_alternate_up_to_the_limit(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    def listener(training: Training) -> None:
+        seen.append(training.run.path.name)
+
+    configs = [fake_config(norm="bn", total=32, seed=seed) for seed in range(3)]
+    train_many(configs, tmp_path, data=fake_data(), parallel=2, listener=listener)
+    first, second, third = (config.run_id for config in configs)
+    begin = seen.index(third)
+    assert seen[:2] == [first, second]
+    assert first not in seen[begin + 1 :]
+
+
+def test_training_learns(tmp_path: Path) -> None:
+    result = train(fake_config(norm="bn", total=150, milestones=(100,)), tmp_path, data=fake_data())
+    assert result["top_error"] <= result["final_error"] < 30
+    assert result["samples_seen"] == 600
+    assert result["domain_errors"].keys() == {"plain", "odd"}
+    assert result["torch"] == torch.__version__
+
+
+def test_the_first_steps_are_plain_sgd(tmp_path: Path) -> None:
+    """The same updates by hand, with torch's unfused SGD and the loader's batches."""
+    from modenorm.lab.data.loader import derive_seed
+    from modenorm.lab.training import Checkpoint
+    from modenorm.lab.training.checkpoint import build_model
+    from modenorm.lab.training.runner import SharedData
+
+    config = fake_config(model="resnet20", norm="bn", total=3, milestones=(2,), augment=False)
+    train(config, tmp_path, data=fake_data())
+    found = Checkpoint.load(Run.of(config, tmp_path).checkpoint).part("model")
+
+    data = SharedData(torch.device("cpu"), None, fake_data()).get(config).train
+    model = build_model(
+        config, 4, torch.Generator().manual_seed(derive_seed(config.seed, "weights"))
+    )
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, 0.9, weight_decay=1e-4, foreach=False)
+    (everything,) = data.batches(100)
+    from modenorm.lab.data.loader import SampleStream
+
+    draws = SampleStream(len(data), config.batch, config.seed, augment=False).draw(0, 3)
+    for step, index in enumerate(draws.sample):
+        optimizer.param_groups[0]["lr"] = 0.01 if step < 2 else 0.001
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(
+            model(everything.images[index]), everything.labels[index]
+        )
+        loss.backward()
+        optimizer.step()
+    for name, tensor in model.state_dict().items():
+        # ten layers of float32 gradients, summed in another order
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+def test_bfloat16_trains(tmp_path: Path) -> None:
+    result = train(fake_config(total=4, dtype="bfloat16"), tmp_path, data=fake_data())
+    assert result["steps"] == 4
+
+
+def test_running_momentum_reaches_the_layers(tmp_path: Path) -> None:
+    from modenorm.lab.training.checkpoint import build_model
+
+    model = build_model(fake_config(running_momentum=0.3), 4, torch.Generator())
+    found = {m.momentum for m in model.modules() if hasattr(m, "running_mean")}
+    assert found == {0.3}
+
+
+def test_done_runs_are_not_repeated(tmp_path: Path) -> None:
+    config = fake_config(total=2)
+    first = train(config, tmp_path, data=fake_data())
+
+    def refuse(training: Training) -> None:
+        raise AssertionError("trained again")
+
+    assert train(config, tmp_path, data=fake_data(), listener=refuse) == first
+
+
+def test_sweep_does_the_rest(tmp_path: Path) -> None:
+    done, missing = fake_config(total=2), fake_config(total=2, seed=1)
+    failed = fake_config(total=20, norm="bn", lr=1e30)
+    incomplete = fake_config(total=2, seed=2)
+    train(done, tmp_path, data=fake_data())
+    with pytest.raises(Diverged):
+        train(failed, tmp_path, data=fake_data())
+    with Run.of(incomplete, tmp_path).hold():
+        pass
+    configs = [done, failed, incomplete, missing]
+
+    def names(states: dict[str, list[Run]]) -> dict[str, list[TrainConfig]]:
+        return {state: [run.config for run in runs] for state, runs in states.items()}
+
+    assert names(sort_by_state(configs, tmp_path)) == {
+        "done": [done], "failed": [failed], "incomplete": [incomplete], "missing": [missing]
+    }  # fmt: skip
+    assert names(sweep(configs, tmp_path, data=fake_data())) == {
+        "done": [done, incomplete, missing], "failed": [failed], "incomplete": [], "missing": []
+    }  # fmt: skip
+    assert len(find_runs(tmp_path)) == 4
+
+
+def test_tensorboard_events_on_request(tmp_path: Path) -> None:
+    config = fake_config(total=2)
+    train(config, tmp_path, data=fake_data(), tensorboard=True)
+    assert list((Run.of(config, tmp_path).path / "tensorboard").glob("events.*"))
+    other = dataclasses.replace(config, seed=1)
+    train(other, tmp_path, data=fake_data())
+    assert not (Run.of(other, tmp_path).path / "tensorboard").exists()
+
+
+@pytest.mark.parametrize(
+    "device", ["tpu", "meta", "cuda:99" if torch.cuda.is_available() else "cuda"]
+)
+def test_unknown_devices_are_refused(tmp_path: Path, device: str) -> None:
+    with pytest.raises(ValueError, match="device"):
+        train(fake_config(), tmp_path, data=fake_data(), device=device)
+
+
+def test_a_bad_configuration_leaves_no_directory(tmp_path: Path) -> None:
+    with pytest.raises(ValueError):
+        train(fake_config(norm="gn", groups=7), tmp_path, data=fake_data())
+    assert not list(tmp_path.iterdir())
