@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -69,6 +70,11 @@ def test_sizes(layer_type, value):
     with pytest.raises(ValueError) as error:
         layer_type(value)
     assert_says(error, "num_", repr(value), "at least 1")
+
+
+def test_sizes_may_be_numpy_integers():
+    layer = modenorm.ModeNorm2d(np.int64(3), np.int32(2))
+    assert layer(torch.randn(4, 3, 2, 2)).shape == (4, 3, 2, 2)
 
 
 @pytest.mark.parametrize("layer_type", [*MODE_NORMS, modenorm.ModeGroupNorm])

@@ -315,6 +315,16 @@ def test_checkpointing_updates_the_statistics_once(options, reentrant, backend):
         assert_close(actual, expected, 1e-12)
 
 
+def test_checkpointing_inside_a_compiled_function(compiled):
+    layer, x, upstream = make_layer(3, 2), double(4, 3, 2, 2), double(4, 3, 2, 2)
+    expected = run(layer, x, upstream)
+    leaf = x.clone().requires_grad_()
+    compiled(lambda x: checkpoint(layer, x, use_reentrant=False))(leaf).backward(upstream)
+    assert_close(leaf.grad, expected.gradients["x"], 1e-12)
+    assert_close(layer.running_var, expected.buffers["running_var"], 1e-12)
+    assert layer.num_batches_tracked == 1
+
+
 def test_a_forward_after_backward_updates_again(backend):
     layer, x = make_layer(3, 2), double(4, 3, 2, 2).requires_grad_()
     for _ in range(3):

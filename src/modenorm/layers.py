@@ -6,6 +6,7 @@ Letters: N samples, C channels, L positions, K modes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -377,5 +378,5 @@ class ModeGroupNorm(nn.Module):
 
 
 def _check_count(name: str, value: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
