@@ -91,14 +91,14 @@ def test_batches_equal_a_slow_loop_over_samples(augment: bool, channels_last: bo
     loader = loaded(source, batch=8, augment=augment, channels_last=channels_last)
     loader.load(2, 8)
     for step in range(2, 8):
-        batch = loader.next_batch()
+        images, labels = loader.next_batch()
         expected = slow_batch(source, loader.stream, step, loader.data.scaling)
         # float32 of numbers up to 255/std ≈ 4, a few roundings
-        torch.testing.assert_close(batch.images.double(), expected, rtol=0, atol=3e-6)
+        torch.testing.assert_close(images.double(), expected, rtol=0, atol=3e-6)
         order = loader.stream.draw(step, step + 1).sample[0]
-        assert torch.equal(batch.labels, source.labels[order])
+        assert torch.equal(labels, source.labels[order])
         format = torch.channels_last if channels_last else torch.contiguous_format
-        assert batch.images.is_contiguous(memory_format=format)
+        assert images.is_contiguous(memory_format=format)
 
 
 def test_scaling_is_that_of_the_training_set() -> None:

@@ -32,20 +32,22 @@ def test_batches_are_those_of_the_cpu(augment: bool, channels_last: bool) -> Non
         loader.load(3, 9)
         batches.append([loader.next_batch() for _ in range(6)])
     for plain, fast in zip(*batches, strict=True):
-        torch.testing.assert_close(fast.images.cpu(), plain.images, rtol=0, atol=3e-6)
-        assert torch.equal(fast.labels.cpu(), plain.labels)
+        torch.testing.assert_close(fast[0].cpu(), plain[0], rtol=0, atol=3e-6)
+        assert torch.equal(fast[1].cpu(), plain[1])
 
 
 def started(tmp_path: Path, **changes: object) -> Training:
     config = fake_config(**changes)
     data = SharedData(CUDA, None, fake_data()).get(config)
-    return Training(Run.of(config, tmp_path), data, Lane(CUDA))
+    training = Training(Run.of(config, tmp_path), data, Lane(CUDA))
+    training.lane.join()
+    training._load_chunk()
+    torch.cuda.synchronize()
+    return training
 
 
 def test_capture_changes_nothing(tmp_path: Path) -> None:
     training = started(tmp_path)
-    training._load_chunk()
-    torch.cuda.synchronize()
     step = training._step
     before = [tensor.clone() for tensor in step.state()]
     draws = [generator.get_state() for generator in generators(training.model)]
@@ -68,9 +70,6 @@ def test_capture_changes_nothing(tmp_path: Path) -> None:
 )
 def test_replays_follow_plain_steps(tmp_path: Path, changes: dict[str, object]) -> None:
     plain, fast = (started(tmp_path, **changes) for _ in range(2))
-    for training in (plain, fast):
-        training._load_chunk()
-    torch.cuda.synchronize()
     replay = capture(fast._step, generators(fast.model), fast.lane)
     for training, advance in ((plain, plain._step), (fast, replay)):
         with training.lane.enter():
@@ -105,10 +104,7 @@ def test_dropout_differs_from_replay_to_replay_and_resumes(tmp_path: Path) -> No
 
 def test_alone_and_beside_others_is_the_same(tmp_path: Path) -> None:
     configs = [fake_config(total=600, eval_every=250, seed=seed) for seed in range(4)]
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True):
         train_many(configs, tmp_path / "beside", data=fake_data(), device="cuda", parallel=4)
         train(configs[2], tmp_path / "alone", data=fake_data(), device="cuda")
-    finally:
-        torch.use_deterministic_algorithms(False)
     same_end(Run.of(configs[2], tmp_path / "beside"), Run.of(configs[2], tmp_path / "alone"))

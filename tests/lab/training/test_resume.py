@@ -116,7 +116,7 @@ def test_stopped_again_and_again(tmp_path: Path) -> None:
 
 
 def test_interrupt_writes_a_checkpoint_of_the_moment(tmp_path: Path) -> None:
-    config = fake_config()
+    config = fake_config(norm="bn", total=25)
 
     def interrupt(training: Training) -> None:
         if training.position.step == 16:

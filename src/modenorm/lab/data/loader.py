@@ -198,18 +198,21 @@ class Loader:
         self._rows[: len(rows)].copy_(rows, non_blocking=True)
         self._counter.zero_()
 
-    def next_batch(self) -> Batch:
-        """Gather, crop, flip and normalise the next batch; nothing here waits for the device."""
+    def next_batch(self) -> tuple[Tensor, Tensor]:
+        """Gather, crop, flip and normalise the next images (N, C, H, W); returns labels (N) too.
+
+        Nothing here waits for the device.
+        """
         index, begin, flip = self._rows.index_select(0, self._counter)[0].unbind(0)
         self._counter.add_(1)
         data = self.data
         if self._window is None:
-            pixels = data.pixels.index_select(0, index)
+            pixels = data.pixels.flatten(1).index_select(0, index)
         else:
             place = begin[:, None] + self._window.index_select(0, flip)  # (N, C·H·W)
-            pixels = data.pixels.take(place).view(self.stream.batch, *self._shape())
-        labels, domains = data.labels.index_select(0, index), data.domains
-        return Batch(data.normalise(pixels), labels, domains)
+            pixels = data.pixels.take(place)
+        images = data.normalise(pixels.view(self.stream.batch, *self._shape()))
+        return images, data.labels.index_select(0, index)
 
     def _shape(self) -> tuple[int, ...]:
         height, width = self.data.size

@@ -214,7 +214,7 @@ def _noticing_interrupts() -> Iterator[threading.Event]:
 
 
 def choose_device(device: torch.device | str | None) -> torch.device:
-    """The device asked for, or CUDA if there is one."""
+    """The device asked for, or CUDA if there is one; it becomes torch's current one."""
     # as many hardware queues as there can be; streams that share one wait for each other
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if device is None:
@@ -229,6 +229,8 @@ def choose_device(device: torch.device | str | None) -> torch.device:
         raise ValueError("device 'cuda' asked for, but torch finds none: use --device cpu")
     if target.type == "cuda" and target.index is None:
         target = torch.device("cuda", torch.cuda.current_device())
+    if target.type == "cuda":
+        torch.cuda.set_device(target)
     return target
 
 

@@ -25,6 +25,11 @@ class Lane:
         """Queue what follows on this lane; does nothing on the CPU."""
         return torch.cuda.stream(self.stream)
 
+    def join(self) -> None:
+        """Let this lane wait for what was queued outside of it, such as the initial weights."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+
     def synchronize(self) -> None:
         """Wait for all work on this lane."""
         if self.stream is not None:
@@ -67,27 +72,44 @@ class Step:
         self.model, self.loader, self.dtype = model, loader, dtype
         self.lr = torch.zeros((), device=device)
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-        # fused SGD is one kernel, and reads the learning rate on the device
-        self.optimizer = torch.optim.SGD(
-            model.parameters(), self.lr, momentum, weight_decay=weight_decay, fused=True
-        )
-        self.momentum_buffers: dict[str, Tensor] = {}
-        if momentum:
-            for name, parameter in model.named_parameters():
-                buffer = torch.zeros_like(parameter)
-                self.momentum_buffers[name] = buffer
-                self.optimizer.state[parameter]["momentum_buffer"] = buffer
+        self._momentum, self._weight_decay = momentum, weight_decay
+        self._parameters: list[Tensor] = list(model.parameters())
+        named = model.named_parameters() if momentum else ()
+        self.momentum_buffers = {name: torch.zeros_like(parameter) for name, parameter in named}
 
     def __call__(self) -> None:
         """Take one step; nothing here waits for a CUDA device."""
-        images, labels, _ = self.loader.next_batch()
+        images, labels = self.loader.next_batch()
         with torch.autocast(images.device.type, self.dtype, enabled=self.dtype != torch.float32):
             logits = self.model(images)
         loss = functional.cross_entropy(logits.float(), labels)
-        self.optimizer.zero_grad(set_to_none=True)
+        for parameter in self._parameters:
+            parameter.grad = None
         loss.backward()
-        self.optimizer.step()
+        self._update()
         self.loss_sum.add_(loss.detach())
+
+    @torch.no_grad()
+    def _update(self) -> None:
+        """SGD as torch.optim's fused one: one kernel, which reads the learning rate on the device.
+
+        Called without the optimizer object, whose import alone takes seconds. Momentum that starts
+        at zero makes the first step like all others.
+        """
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        assert len(gradients) == len(self._parameters)
+        torch._fused_sgd_(
+            self._parameters,
+            gradients,
+            list(self.momentum_buffers.values()),
+            weight_decay=self._weight_decay,
+            momentum=self._momentum,
+            lr=self.lr,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            is_first_step=False,
+        )
 
     def state(self) -> list[Tensor]:
         """Every tensor that a step changes."""
@@ -104,7 +126,6 @@ def capture(step: Step, generators: Sequence[torch.Generator], lane: Lane) -> Ca
     """
     assert lane.stream is not None
     tensors, saved_states = step.state(), [generator.get_state() for generator in generators]
-    lane.stream.wait_stream(torch.cuda.current_stream(lane.device))
     with lane.enter():
         saved = [tensor.clone() for tensor in tensors]
         for _ in range(WARM_UP_STEPS):

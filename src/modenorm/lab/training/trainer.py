@@ -151,6 +151,7 @@ class Training:
         """
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.run.hold())
+            stack.callback(self.lane.synchronize)  # memory of queued work must not be given away
             self._resume()
             if self._tensorboard:
                 self._events = Events(self.run.path, self.position.step)
@@ -214,6 +215,7 @@ class Training:
         self.run.set_metrics(self.position.metrics)
 
     def _prepare(self) -> Callable[[], None]:
+        self.lane.join()
         if self.lane.stream is None or self.position.step == self.schedule.total:
             return self._step
         self._load_chunk()
