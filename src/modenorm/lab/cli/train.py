@@ -227,7 +227,7 @@ def _show(outcomes: list[Outcome], console: Console) -> None:
             result["run"],
             f"{result['final_error']:.2f}",
             f"{result['top_error']:.2f}",
-            ", ".join(f"{name} {error:.2f}" for name, error in domains),
+            "\n".join(f"{name} {error:.2f}" for name, error in domains),
             f"{result['samples_seen']:,}",
             f"{result['seconds']:.1f}",
         )

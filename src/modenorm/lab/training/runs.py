@@ -1,7 +1,7 @@
 """Runs are directories: what a training is, how far it came and how it ended, as files.
 
 config.json, metrics.jsonl (one line per evaluation), checkpoint.safetensors, and at the end
-result.json and an empty `done`, or `failed` with the reason.
+result.json and an empty `done`, or `failed` with the reason. `lock` is held while it is trained.
 """
 
 import contextlib
