@@ -23,16 +23,15 @@ def moments(x: Tensor, with_var: bool = True) -> tuple[Tensor, Tensor | None]:
     planes = as_planes(x)
     num_positions = planes.view.shape[planes.axis]
     dtype = statistics_dtype(x)
-    mean = planes.view.mean(planes.axis, dtype=dtype)
     if not with_var:
-        return mean, None
-    var = torch.zeros_like(mean)
-    if num_positions > 1:
-        for part, buffer in _chunks(planes, dtype):
-            torch.sub(planes.view[part], planes.rows(mean[part]), out=buffer)
-            torch.linalg.vector_norm(buffer, dim=planes.axis, out=var[part])
-        var.square_().div_(num_positions)
-    return mean, var
+        return planes.view.mean(planes.axis, dtype=dtype), None
+    mean = planes.view.new_empty(x.shape[:2], dtype=dtype)
+    var = torch.empty_like(mean)
+    for part, buffer in _chunks(planes, dtype):
+        torch.mean(planes.view[part], planes.axis, dtype=dtype, out=mean[part])
+        torch.sub(planes.view[part], planes.rows(mean[part]), out=buffer)
+        torch.linalg.vector_norm(buffer, dim=planes.axis, out=var[part])
+    return mean, var.square_().div_(num_positions)
 
 
 def apply(x: Tensor, centre: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
@@ -52,9 +51,10 @@ def reduce_backward(dy: Tensor, x: Tensor, centre: Tensor) -> tuple[Tensor, Tens
     planes = as_planes(x)
     upstream = planes_like(dy, planes).view
     dtype = statistics_dtype(x)
-    total = upstream.sum(planes.axis, dtype=dtype)
+    total = planes.view.new_empty(x.shape[:2], dtype=dtype)
     product = torch.empty_like(total)
     for part, buffer in _chunks(planes, dtype):
+        torch.sum(upstream[part], planes.axis, dtype=dtype, out=total[part])
         torch.sub(planes.view[part], planes.rows(centre[part]), out=buffer)
         torch.sum(buffer.mul_(upstream[part]), planes.axis, out=product[part])
     return total, product
