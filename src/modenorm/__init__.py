@@ -7,6 +7,7 @@ from modenorm import functional, gates, reference
 from modenorm.gates import LinearGate, StandardizedGate
 from modenorm.kernels import use_backend
 from modenorm.layers import ModeGroupNorm, ModeNorm1d, ModeNorm2d, ModeNorm3d
+from modenorm.modes import mode_report, record_gates
 from modenorm.statistics import freeze_statistics, recalibrate
 
 __version__ = "0.1.0"
@@ -21,7 +22,9 @@ __all__ = [
     "freeze_statistics",
     "functional",
     "gates",
+    "mode_report",
     "recalibrate",
+    "record_gates",
     "reference",
     "use_backend",
 ]

@@ -1,0 +1,186 @@
+"""What `mode_report` found: the numbers of every layer, as a table, as JSON, and in plain words."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["LayerReport", "ModeReport"]
+
+DEAD_SHARE = 0.001
+SAME_DISTANCE = 0.05
+CONSTANT_SPREAD = 0.01
+FEW_SAMPLES = 8.0
+
+Rows = tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """What the modes of one layer are used for.
+
+    A mode norm assigns samples to modes; a mode group norm assigns the channels of each sample, and
+    "sample" below then means a channel of a sample.
+
+    Attributes:
+        name: The layer's name in the model, "" for the model itself.
+        kind: "mode norm" or "mode group norm".
+        num_modes: K.
+        num_samples: Samples seen.
+        num_batches: Batches seen.
+        shares: Mean gate of each mode.
+        claims: Share of the samples whose largest gate is that of the mode.
+        spread: Standard deviation of each mode's gate over the samples.
+        entropy: Mean entropy of a sample's gates in bits: 0 when every sample belongs to one mode,
+            log2 K when it is shared out evenly.
+        effective_modes: 2 to the entropy of `shares`: K when all are used alike, 1 when one is.
+        effective_size: Effective number of samples (Σg)²/Σg² of each mode in a batch, averaged over
+            batches; of a mode group norm, of channels in a sample.
+        smallest_effective_size: The same in the batch where it was smallest.
+        statistics_distances: Distance between each two modes' means and variances, in standard
+            deviations; from the running estimates if there are any, else from the batches.
+        gate_distances: Standard deviation over the samples of log g_j/g_k: 0 when two modes always
+            get their samples in the same proportion.
+        class_information: Mutual information between mode and class in bits.
+        domain_information: Mutual information between mode and domain in bits.
+        class_shares: For each class, the mean gates of its samples.
+        domain_shares: For each domain, the mean gates of its samples.
+    """
+
+    name: str
+    kind: str
+    num_modes: int
+    num_samples: int
+    num_batches: int
+    shares: tuple[float, ...]
+    claims: tuple[float, ...]
+    spread: tuple[float, ...]
+    entropy: float
+    effective_modes: float
+    effective_size: tuple[float, ...]
+    smallest_effective_size: tuple[float, ...]
+    statistics_distances: Rows
+    gate_distances: Rows
+    class_information: float | None = None
+    domain_information: float | None = None
+    class_shares: Rows | None = None
+    domain_shares: Rows | None = None
+
+    @property
+    def dead(self) -> tuple[int, ...]:
+        """Modes that receive less than a thousandth of the samples."""
+        return tuple(k for k, share in enumerate(self.shares) if share < DEAD_SHARE)
+
+    @property
+    def constant(self) -> bool:
+        """Whether all samples have the same gates, so that the modes make no difference."""
+        return max(self.spread) < CONSTANT_SPREAD
+
+    @property
+    def duplicates(self) -> tuple[tuple[int, int], ...]:
+        """Pairs of living modes with the same statistics, or with the same samples."""
+        alive = [k for k in range(self.num_modes) if k not in self.dead]
+        return tuple(
+            (j, k)
+            for j, k in itertools.combinations(alive, 2)
+            if min(self.statistics_distances[j][k], self.gate_distances[j][k]) < SAME_DISTANCE
+        )
+
+    def findings(self) -> list[str]:
+        """What is wrong with the layer, in plain words; nothing when all is well."""
+        return [f"layer {self.name or 'model'}: {finding}" for finding in self._findings()]
+
+    def _findings(self) -> list[str]:
+        plain = "batch norm" if self.kind == "mode norm" else "group norm with one group"
+        things = "samples" if self.kind == "mode norm" else "channels"
+        if not all(map(math.isfinite, self.shares)):
+            return ["gates are not finite: the training diverged, or the input holds NaN"]
+        if self.num_modes == 1:
+            return [f"there is one mode: this layer is {plain}"]
+        if self.constant:
+            return [f"gates are constant: this layer is {plain}"]
+        words = [
+            f"mode {k} receives {100 * self.shares[k]:.1f} % of the {things}" for k in self.dead
+        ]
+        words += [f"modes {j} and {k} are duplicates" for j, k in self.duplicates]
+        words += [
+            f"mode {k} has an effective sample size of {size:.1f} per batch: too few for statistics"
+            for k, size in enumerate(self.effective_size)
+            if self.kind == "mode norm" and size < FEW_SAMPLES and k not in self.dead
+        ]
+        return words
+
+
+@dataclass(frozen=True)
+class ModeReport:
+    """The layers of a model, in the order of definition, and what their modes are used for."""
+
+    layers: tuple[LayerReport, ...]
+
+    def findings(self) -> list[str]:
+        """What is wrong, in plain words, layer by layer; nothing when all is well."""
+        return [finding for layer in self.layers for finding in layer.findings()]
+
+    def to_json(self) -> str:
+        """Everything as a JSON object; numbers that are not finite become null."""
+        layers = []
+        for layer in self.layers:
+            found = {"dead": layer.dead, "duplicates": layer.duplicates, "constant": layer.constant}
+            layers.append({**dataclasses.asdict(layer), **found})
+        return json.dumps({"layers": _finite(layers), "findings": self.findings()})
+
+    def table(self) -> Table:
+        """A table for the terminal; needs the package rich."""
+        try:
+            from rich.table import Table
+        except ImportError:
+            raise ImportError("ModeReport.table needs the package rich: pip install rich") from None
+        table = Table(title="Modes of every layer", caption="\n".join(self.findings()) or None)
+        table.add_column("layer", overflow="fold")
+        for heading in HEADINGS:
+            table.add_column(heading, justify="right")
+        for layer in self.layers:
+            table.add_row(layer.name or "model", *_cells(layer))
+        return table
+
+
+HEADINGS = (
+    "share of each mode %",
+    "gate entropy bits",
+    "effective modes",
+    "effective size per batch",
+    "least distance σ",
+    "class bits",
+    "domain bits",
+)
+
+
+def _cells(layer: LayerReport) -> list[str]:
+    pairs = itertools.combinations(range(layer.num_modes), 2)
+    distances = [layer.statistics_distances[j][k] for j, k in pairs]
+    information = (layer.class_information, layer.domain_information)
+    return [
+        " ".join(f"{100 * share:.1f}" for share in layer.shares),
+        f"{layer.entropy:.3f}",
+        f"{layer.effective_modes:.2f}",
+        " ".join(f"{size:.1f}" for size in layer.effective_size),
+        f"{min(distances):.2f}" if distances else "",
+        *("" if bits is None else f"{bits:.3f}" for bits in information),
+    ]
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    return value
