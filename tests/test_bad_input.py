@@ -236,13 +236,15 @@ def test_empty_batch_of_mode_group_norm(backend):
 
 
 @EVERY_LAYER
+@pytest.mark.parametrize("outside", [False, True], ids=["gate", "gates="])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_bad_numbers_leave_all_buffers_alone(options, bad, backend):
+def test_bad_numbers_leave_all_buffers_alone(options, bad, outside, backend):
     layer = make_layer(3, 2, **options)
     layer(torch.randn(4, 3, 4, 4).double())
     before, x = snapshot(layer), torch.randn(4, 3, 4, 4).double()
     x[1, 2, 3, 0] = bad
-    assert layer(x).isnan().any()
+    gates = one_hot([0, 0, 1, 1], 2) if outside else None  # only mode 0 sees the bad sample
+    assert layer(x, gates=gates).isnan().any()
     assert_unchanged(layer, before)
     assert layer(torch.randn(4, 3, 4, 4).double()).isfinite().all()
 
