@@ -26,7 +26,9 @@ PUBLIC_NAMES = {
     "freeze_statistics",
     "functional",
     "gates",
+    "mode_report",
     "recalibrate",
+    "record_gates",
     "reference",
     "use_backend",
 }
