@@ -258,7 +258,11 @@ def _fused_modes(
         given = _gates_of(gates, x, x, estimates).contiguous()
     parameters = (x, given, gate_weight, gate_bias, weight, bias)
     if not options.training and estimates is not None:
-        return fused.mode_norm_inference(*parameters, estimates.mean, estimates.var, options.eps)
+        assert gate_weight is not None
+        assert gate_bias is not None
+        return fused.mode_norm_inference(
+            x, gate_weight, gate_bias, weight, bias, estimates.mean, estimates.var, options.eps
+        )
     running = None if recomputing() else estimates
     momentum = 0.0 if options.momentum is None else options.momentum
     usage = options.running_update == "usage"

@@ -7,13 +7,14 @@
 from __future__ import annotations
 
 import functools
-import os
 import warnings
 from types import TracebackType
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+
+from modenorm.kernels.launch import interpreting
 
 __all__ = ["choose_backend", "runs_triton", "use_backend"]
 
@@ -74,15 +75,10 @@ def _can_fuse(x: Tensor) -> bool:
 
 
 def runs_triton(x: Tensor) -> bool:
-    """Whether the Triton kernels take this tensor: on a GPU, or anywhere in Triton's interpreter."""
-    if x.dtype == torch.float64 or (x.device.type != "cuda" and not _interpreting()):
+    """Whether the Triton kernels take this tensor: on a GPU, or in Triton's interpreter."""
+    if x.dtype == torch.float64 or (x.device.type != "cuda" and not interpreting()):
         return False
     return _triton_works()
-
-
-@functools.cache
-def _interpreting() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @functools.cache

@@ -1,11 +1,14 @@
 """Each norm as one autograd node on the GPU: a handful of launches each way.
 
-Forward: moments, gates, mixing, apply. Backward: reduce, mixing, gate, apply. Kept for backward: x
-and arrays of (N, C), (N, K) and (K, C). A double backward repeats the forward in plain operators.
+Forward: moments, gates, statistics, coefficients, apply. Backward: reduce, modes, samples, apply,
+parameters. Kept for backward: x and arrays of (N, C), (N, K) and (K, C). A plan holds the launches
+for one set of sizes, so that a call does little more than allocate and launch. A double backward
+repeats the forward in plain operators.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,9 +17,12 @@ import torch
 from torch import Tensor
 
 from modenorm import mixing
-from modenorm.kernels import gpu, gpu_channels, gpu_mixing, plain
-from modenorm.kernels.gpu_channels import MAX_CHANNELS
-from modenorm.kernels.layout import as_dense
+from modenorm.kernels import plain
+from modenorm.kernels.gpu import Geometry, Passes
+from modenorm.kernels.gpu_channels import MAX_CHANNELS, ChannelMixing
+from modenorm.kernels.gpu_mixing import Mixing
+from modenorm.kernels.launch import Pointer, Slab, interpreting
+from modenorm.kernels.layout import as_dense, is_channels_last
 from modenorm.mixing import RunningEstimates
 
 __all__ = ["MAX_CHANNELS", "Training", "mode_group_norm", "mode_norm", "mode_norm_inference"]
@@ -46,9 +52,8 @@ def mode_norm(
 
 def mode_norm_inference(
     x: Tensor,
-    gates: Tensor | None,
-    gate_weight: Tensor | None,
-    gate_bias: Tensor | None,
+    gate_weight: Tensor,
+    gate_bias: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     running_mean: Tensor,
@@ -57,12 +62,34 @@ def mode_norm_inference(
 ) -> tuple[Tensor, Tensor]:
     """Y and the gates (N, K), with the running estimates. Not differentiable."""
     x = as_dense(x)
-    mean, _ = gpu.moments(x, with_var=False)
-    used, _ = gpu_mixing.gates_forward(mean, mean, gate_weight, gate_bias, gates)
-    scale, shift = gpu_mixing.mix_inference(
-        mean, used, weight, bias, running_mean, running_var, eps
-    )
-    return gpu.apply(x, mean, scale, shift), used
+    externals = (x, gate_weight, gate_bias, weight, bias, running_mean, running_var)
+    num_modes = gate_weight.shape[0]
+    with _on_device(x):
+        plan = _plan(
+            _geometry(x),
+            num_modes,
+            eps,
+            0.0,
+            True,
+            _affine_kind(weight, bias),
+            (False,) * 4,
+            x.get_device(),
+            _aligned(externals),
+        )
+        y, gates, memory = (
+            torch.empty_like(x),
+            plan.gates_like(x),
+            plan.inference.allocate(x.device),
+        )
+        mean, scale, shift, finite = plan.arrays(plan.inference, memory, "inference")
+        plan.passes.mean(x, mean, mean)
+        plan.mixing.gates(mean, mean, gate_weight, gate_bias, gates, finite)
+        plan.mixing.coefficients(
+            mean, gates, running_mean, running_var, _or(weight, mean), _or(bias, mean), scale, shift
+        )
+        plan.passes.apply(x, mean, scale, shift, y)
+        plan.warm.add("inference")
+    return y, gates
 
 
 def mode_group_norm(
@@ -78,6 +105,75 @@ def mode_group_norm(
     return _ModeGroupNorm.apply(as_dense(x), gate_weight, gate_bias, weight, bias, eps, pixel)
 
 
+class _Memory:
+    """How a plan's small arrays are handed to its launches."""
+
+    def __init__(self, direct: bool) -> None:
+        self.direct = direct and not interpreting()
+        self.warm: set[str] = set()
+
+    def arrays(self, slab: Slab, memory: Tensor, stage: str) -> list[Any]:
+        """Tensors while a stage has kernels to compile, addresses from then on."""
+        known = self.direct and stage in self.warm
+        return slab.addresses(memory) if known else slab.tensors(memory)
+
+
+class _Plan(_Memory):
+    """The launches and memory of a mode norm of one size."""
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        num_modes: int,
+        eps: float,
+        momentum: float,
+        has_gate: bool,
+        affine: tuple[bool, bool, bool],
+        running: tuple[bool, bool, bool, bool],
+        direct: bool,
+    ) -> None:
+        super().__init__(direct)
+        samples, channels, positions = geometry[:3]
+        self.num_modes, self.num_samples = num_modes, samples
+        self.passes = Passes(geometry, direct)
+        self.mixing = Mixing(
+            samples,
+            channels,
+            positions,
+            num_modes,
+            eps,
+            momentum,
+            has_gate,
+            affine,
+            running,
+            direct,
+        )
+        rows, modes = (samples, channels), (num_modes, channels)
+        self.kept = Slab(rows, rows, modes, modes, (num_modes,))  # mean, var, of modes, mass
+        self.forward = Slab(rows, rows, (samples,))  # scale, shift, finite
+        self.inference = Slab(rows, rows, rows, (samples,))  # mean, scale, shift, finite
+        self.backward = Slab(rows, rows, rows, modes, modes, modes)  # A, D, scale, u, s, dweights
+
+    def gates_like(self, x: Tensor) -> Tensor:
+        shape = (self.num_samples, self.num_modes)
+        return torch.empty(shape, device=x.device, dtype=torch.float32)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    geometry: Geometry,
+    num_modes: int,
+    eps: float,
+    momentum: float,
+    has_gate: bool,
+    affine: tuple[bool, bool, bool],
+    running: tuple[bool, bool, bool, bool],
+    device: int,
+    direct: bool,
+) -> _Plan:
+    return _Plan(geometry, num_modes, eps, momentum, has_gate, affine, running, direct)
+
+
 class _ModeNorm(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -90,62 +186,161 @@ class _ModeNorm(torch.autograd.Function):
         bias: Tensor | None,
         training: Training,
     ) -> tuple[Tensor, Tensor]:
-        mean, var = gpu.moments(x)
-        assert var is not None
-        used, finite = gpu_mixing.gates_forward(mean, var, gate_weight, gate_bias, gates)
-        mixed = gpu_mixing.mix_forward(
-            mean,
-            var,
-            used,
-            finite,
-            weight,
-            bias,
-            training.running,
-            training.eps,
-            training.momentum,
-            training.usage,
-        )
-        y = gpu.apply(x, mean, mixed.scale, mixed.shift)
         inputs = (x, gates, gate_weight, gate_bias, weight, bias)
-        ctx.save_for_backward(*inputs, mean, var, used, mixed.scale, *mixed[2:])
-        ctx.eps = training.eps
+        running = training.running
+        given = gates if gates is not None else gate_weight
+        assert given is not None
+        num_modes = given.shape[1] if gates is not None else given.shape[0]
+        with _on_device(x):
+            plan = _plan(
+                _geometry(x),
+                num_modes,
+                training.eps,
+                training.momentum,
+                gates is None,
+                _affine_kind(weight, bias),
+                _running_kind(running, training.usage),
+                x.get_device(),
+                _aligned((*inputs, *(running or ()))),
+            )
+            y = torch.empty_like(x)
+            used = plan.gates_like(x) if gates is None else gates
+            kept, memory = plan.kept.allocate(x.device), plan.forward.allocate(x.device)
+            mean, var, mode_mean, mode_var, mass = plan.arrays(plan.kept, kept, "forward")
+            scale, shift, finite = plan.arrays(plan.forward, memory, "forward")
+            mix = plan.mixing
+            plan.passes.moments(x, mean, var)
+            mix.gates(mean, var, _or(gate_weight, mean), _or(gate_bias, mean), used, finite)
+            buffers = running or RunningEstimates(mean, mean)
+            mix.statistics(
+                mean,
+                var,
+                used,
+                finite,
+                buffers.mean,
+                buffers.var,
+                _or(buffers.num_batches_tracked, mean),
+                _or(buffers.share, mean),
+                mode_mean,
+                mode_var,
+                mass,
+            )
+            mix.coefficients(
+                mean, used, mode_mean, mode_var, _or(weight, mean), _or(bias, mean), scale, shift
+            )
+            plan.passes.apply(x, mean, scale, shift, y)
+            plan.warm.add("forward")
+        ctx.save_for_backward(*inputs, used, kept)
+        ctx.eps, ctx.plan = training.eps, plan
         ctx.set_materialize_grads(False)
         return y, used
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dused: Tensor | None) -> tuple[Tensor | None, ...]:
-        inputs = ctx.saved_tensors[:6]
+        *inputs, used, kept = ctx.saved_tensors
+        x, gates, gate_weight, gate_bias, weight, bias = inputs
         if torch.is_grad_enabled() or dy is None:
             forward = partial(_plain_forward, eps=ctx.eps)
             return (*_plain_backward(forward, inputs, ctx.needs_input_grad, dy, dused), None)
-        x, _, gate_weight, gate_bias, weight, bias = inputs
-        mean, var, used, scale, mode_mean, mode_var, mass = ctx.saved_tensors[6:]
-        num_positions = x.numel() // mean.numel()
-        dshift, dscale = gpu.reduce_backward(dy, x, mean)
-        dweight, dbias, slope, offset, parts = gpu_mixing.mix_backward(
-            dscale,
-            dshift,
-            mean,
-            var,
-            used,
-            mode_mean,
-            mode_var,
-            mass,
-            weight,
-            bias,
-            num_positions,
-            ctx.eps,
-        )
-        dgates = dgate_weight = dgate_bias = dx = None
-        if gate_weight is not None:
-            dgate_weight, dgate_bias = gpu_mixing.gate_backward(
-                parts, dused, used, mean, gate_weight, gate_bias, offset, num_positions
+        with _on_device(x):
+            plan, stage = ctx.plan, "backward" if dused is None else "backward with gates"
+            dy = _dense_like(dy, x)
+            dx = torch.empty_like(x)
+            dweight, dbias, dgate_weight, dgate_bias = (
+                None if p is None else torch.empty_like(p)
+                for p in (weight, bias, gate_weight, gate_bias)
             )
-        elif ctx.needs_input_grad[1]:
-            dgates = parts.sum(0) if dused is None else parts.sum(0) + dused
-        if ctx.needs_input_grad[0]:
-            dx = gpu.apply_backward(dy, x, mean, scale, slope, offset)
+            dlogits = torch.empty_like(used)
+            memory = plan.backward.allocate(x.device)
+            mean, var, mode_mean, mode_var, mass = plan.arrays(plan.kept, kept, stage)
+            a, d, scale, u, s, dweights = plan.arrays(plan.backward, memory, stage)
+            mix = plan.mixing
+            per_mode = weight is not None and weight.ndim == 2
+            plan.passes.reduce_backward(dy, x, mean, d, a)
+            mix.modes_backward(
+                mean,
+                used,
+                mode_mean,
+                mode_var,
+                mass,
+                _or(weight, mean),
+                a,
+                d,
+                u,
+                s,
+                dweight if per_mode else dweights,
+                _or(dbias, mean),
+            )
+            samples = mix.samples_backward if dused is None else mix.samples_backward_extra
+            samples(
+                mean,
+                var,
+                used,
+                mode_mean,
+                mode_var,
+                u,
+                s,
+                _or(weight, mean),
+                _or(bias, mean),
+                _or(gate_weight, mean),
+                used if dused is None else dused.contiguous(),
+                a,
+                d,
+                scale,
+                dlogits,
+            )
+            plan.passes.apply_backward(dy, x, mean, scale, a, d, dx)
+            if gates is None or (weight is not None and not per_mode):
+                mix.parameters_backward(
+                    mean,
+                    dlogits,
+                    dweights,
+                    _or(dgate_weight, mean),
+                    _or(dgate_bias, mean),
+                    _or(dweight, mean),
+                )
+            plan.warm.add(stage)
+        dgates = dlogits if gates is not None else None
         return dx, dgates, dgate_weight, dgate_bias, dweight, dbias, None
+
+
+class _GroupPlan(_Memory):
+    """The launches and memory of a mode group norm of one size."""
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        num_modes: int,
+        eps: float,
+        pixel: bool,
+        affine: tuple[bool, bool, bool],
+        direct: bool,
+    ) -> None:
+        super().__init__(direct)
+        samples, channels, positions = geometry[:3]
+        self.passes = Passes(geometry, direct)
+        self.mixing = ChannelMixing(
+            samples, channels, positions, num_modes, eps, pixel, affine[:2], direct
+        )
+        rows, modes = (samples, channels), (samples, num_modes)
+        self.gates_shape = (samples, channels, num_modes)
+        self.kept = Slab(rows, rows if pixel else (1,), modes, modes)  # mean, var, of the modes
+        self.forward = Slab(rows, rows)  # scale, shift
+        slope = rows if pixel else (1,)
+        self.backward = Slab(rows, rows, rows, rows, slope, (samples, 2 * num_modes))
+
+
+@functools.lru_cache(maxsize=4096)
+def _group_plan(
+    geometry: Geometry,
+    num_modes: int,
+    eps: float,
+    pixel: bool,
+    affine: tuple[bool, bool, bool],
+    device: int,
+    direct: bool,
+) -> _GroupPlan:
+    return _GroupPlan(geometry, num_modes, eps, pixel, affine, direct)
 
 
 class _ModeGroupNorm(torch.autograd.Function):
@@ -160,71 +355,155 @@ class _ModeGroupNorm(torch.autograd.Function):
         eps: float,
         pixel: bool,
     ) -> tuple[Tensor, Tensor]:
-        mean, var = gpu.moments(x, with_var=pixel)
-        scale, shift, *modes = gpu_channels.channels_forward(
-            mean, var, gate_weight, gate_bias, weight, bias, eps
-        )
-        y = gpu.apply(x, mean, scale, shift)
-        ctx.save_for_backward(x, gate_weight, gate_bias, weight, bias, mean, var, scale, *modes)
-        ctx.eps, ctx.pixel = eps, pixel
+        inputs = (x, gate_weight, gate_bias, weight, bias)
+        with _on_device(x):
+            plan = _group_plan(
+                _geometry(x),
+                gate_weight.shape[0],
+                eps,
+                pixel,
+                _affine_kind(weight, bias),
+                x.get_device(),
+                _aligned(inputs),
+            )
+            y = torch.empty_like(x)
+            gates = torch.empty(plan.gates_shape, device=x.device, dtype=torch.float32)
+            kept, memory = plan.kept.allocate(x.device), plan.forward.allocate(x.device)
+            mean, var, mode_mean, mode_var = plan.arrays(plan.kept, kept, "forward")
+            scale, shift = plan.arrays(plan.forward, memory, "forward")
+            (plan.passes.moments if pixel else plan.passes.mean)(x, mean, var)
+            plan.mixing.forward(
+                mean,
+                var,
+                gate_weight,
+                gate_bias,
+                _or(weight, mean),
+                _or(bias, mean),
+                scale,
+                shift,
+                gates,
+                mode_mean,
+                mode_var,
+            )
+            plan.passes.apply(x, mean, scale, shift, y)
+            plan.warm.add("forward")
+        ctx.save_for_backward(*inputs, gates, kept)
+        ctx.eps, ctx.pixel, ctx.plan = eps, pixel, plan
         ctx.set_materialize_grads(False)
-        return y, modes[0]
+        return y, gates
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dgates: Tensor | None) -> tuple[Tensor | None, ...]:
-        inputs = ctx.saved_tensors[:5]
+        *inputs, gates, kept = ctx.saved_tensors
+        x, gate_weight, _, weight, bias = inputs
         if torch.is_grad_enabled() or dy is None:
             forward = partial(_plain_group_forward, eps=ctx.eps, pixel=ctx.pixel)
             found = _plain_backward(forward, inputs, ctx.needs_input_grad, dy, dgates)
             return (*found, None, None)
-        x, gate_weight, gate_bias, weight, bias = inputs
-        mean, var, scale, gates, mode_mean, mode_var = ctx.saved_tensors[5:]
-        dshift, dscale = gpu.reduce_backward(dy, x, mean)
-        slope, offset, dweights, dgate = gpu_channels.channels_backward(
-            dscale,
-            dshift,
-            dgates,
-            mean,
-            var,
-            gates,
-            mode_mean,
-            mode_var,
-            gate_weight,
-            weight,
-            x.numel() // mean.numel(),
-            ctx.eps,
-        )
-        dgate_weight, dgate_bias = dgate.sum(0)
-        return (
-            gpu.apply_backward(dy, x, mean, scale, slope, offset)
-            if ctx.needs_input_grad[0]
-            else None,
-            dgate_weight,
-            dgate_bias,
-            None if weight is None else dweights.sum(0),
-            None if bias is None else dshift.sum(0),
-            None,
-            None,
-        )
+        with _on_device(x):
+            plan, stage = ctx.plan, "backward" if dgates is None else "backward with gates"
+            dy = _dense_like(dy, x)
+            dx = torch.empty_like(x)
+            dgate = torch.empty((2, *gate_weight.shape), device=x.device, dtype=torch.float32)
+            dweight, dbias = (None if p is None else torch.empty_like(p) for p in (weight, bias))
+            memory = plan.backward.allocate(x.device)
+            mean, var, mode_mean, mode_var = plan.arrays(plan.kept, kept, stage)
+            a, d, scale, offset, slope, dgate_parts = plan.arrays(plan.backward, memory, stage)
+            mix = plan.mixing
+            plan.passes.reduce_backward(dy, x, mean, d, a)
+            samples = mix.backward if dgates is None else mix.backward_extra
+            samples(
+                mean,
+                var,
+                gates,
+                mode_mean,
+                mode_var,
+                gate_weight,
+                _or(weight, mean),
+                gates if dgates is None else dgates.contiguous(),
+                a,
+                d,
+                scale,
+                slope,
+                offset,
+                dgate_parts,
+            )
+            passes = plan.passes
+            last = passes.apply_backward if ctx.pixel else passes.apply_backward_flat
+            last(dy, x, mean, scale, slope, offset, dx)
+            mix.parameters(
+                mean,
+                mode_mean,
+                mode_var,
+                a,
+                d,
+                dgate_parts,
+                _or(dweight, mean),
+                _or(dbias, mean),
+                dgate,
+            )
+            plan.warm.add(stage)
+        return dx, dgate[0], dgate[1], dweight, dbias, None, None
+
+
+def _geometry(x: Tensor) -> Geometry:
+    num_samples, num_channels = x.shape[:2]
+    num_positions = x.numel() // (num_samples * num_channels)
+    return Geometry(num_samples, num_channels, num_positions, is_channels_last(x), x.dtype)
+
+
+def _affine_kind(weight: Tensor | None, bias: Tensor | None) -> tuple[bool, bool, bool]:
+    return weight is not None, bias is not None, weight is not None and weight.ndim == 2
+
+
+def _running_kind(running: RunningEstimates | None, usage: bool) -> tuple[bool, bool, bool, bool]:
+    if running is None:
+        return False, False, False, False
+    return True, usage, running.num_batches_tracked is not None, running.share is not None
+
+
+def _or(tensor: Tensor | None, other: Pointer) -> Pointer:
+    """A pointer for the kernel, which does not follow it where there is no tensor."""
+    return other if tensor is None else tensor
+
+
+def _aligned(tensors: tuple[Tensor | None, ...]) -> bool:
+    bits = 0
+    for tensor in tensors:
+        if tensor is not None:
+            bits |= tensor.data_ptr()
+    return bits % 16 == 0
+
+
+def _dense_like(dy: Tensor, x: Tensor) -> Tensor:
+    """The upstream gradient in x's order, at an address that the launches can take."""
+    if dy.stride() != x.stride() or dy.data_ptr() % 16:
+        dy = torch.empty_like(x).copy_(dy)
+    return dy
+
+
+def _on_device(x: Tensor) -> Any:
+    return torch.cuda.device(x.get_device() if x.is_cuda else -1)
 
 
 def _plain_backward(
     forward: Callable[..., tuple[Tensor, Tensor]],
-    inputs: tuple[Tensor | None, ...],
+    inputs: list[Tensor | None],
     needed: tuple[bool, ...],
     dy: Tensor | None,
-    dused: Tensor | None,
+    dgates: Tensor | None,
 ) -> list[Tensor | None]:
     """The gradients by plain differentiable operators, so that they can be differentiated again."""
+    create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
         outputs = forward(*inputs)
-        pairs = [(o, d) for o, d in zip(outputs, (dy, dused), strict=True) if d is not None]
+        pairs = [(o, d) for o, d in zip(outputs, (dy, dgates), strict=True) if d is not None]
         wanted = [t for t, need in zip(inputs, needed, strict=False) if need and t is not None]
         found = torch.autograd.grad(
             [o for o, _ in pairs],
             wanted,
             [d for _, d in pairs],
-            create_graph=torch.is_grad_enabled(),
+            create_graph=create_graph,
             allow_unused=True,
         )
     gradients = iter(found)
@@ -235,7 +514,7 @@ def _plain_backward(
 
 
 def _plain_forward(
-    x: Tensor | None,
+    x: Tensor,
     gates: Tensor | None,
     gate_weight: Tensor | None,
     gate_bias: Tensor | None,
@@ -243,24 +522,14 @@ def _plain_forward(
     bias: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    assert x is not None
     mean, var = plain.moments(x)
     assert var is not None
     if gates is None:
         assert gate_weight is not None
         assert gate_bias is not None
-        logits = mean @ gate_weight.t() + gate_bias
-        gates = torch.softmax(logits, dim=1)
+        gates = torch.softmax(mean @ gate_weight.t() + gate_bias, dim=1)
     batch = mixing.batch_statistics(mean, var, gates)
-    scale, shift = mixing.coefficients(
-        batch.mean,
-        batch.var,
-        gates,
-        mean,
-        weight,
-        bias,
-        eps,
-    )
+    scale, shift = mixing.coefficients(batch.mean, batch.var, gates, mean, weight, bias, eps)
     return plain.apply(x, mean, scale, shift), gates
 
 

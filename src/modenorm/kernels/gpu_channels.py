@@ -5,12 +5,12 @@ Letters and formulas as in docs/math.md: A and D are the gradients of scale and 
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-__all__ = ["MAX_CHANNELS", "channels_backward", "channels_forward"]
+from modenorm.kernels.launch import Launch
+
+__all__ = ["MAX_CHANNELS", "ChannelMixing"]
 
 MAX_CHANNELS = 8192  # a program keeps all channels of its sample in registers
 
@@ -18,7 +18,7 @@ MAX_CHANNELS = 8192  # a program keeps all channels of its sample in registers
 @triton.jit
 def _load_channels(ptr, channels, mask, HAS: tl.constexpr, default):
     if HAS:
-        values = tl.load(ptr + channels, mask=mask, other=0.0).to(tl.float32)
+        values = tl.load(ptr + channels, mask=mask, other=0.0)
     else:
         values = tl.full(channels.shape, default, tl.float32)
     return values
@@ -39,8 +39,7 @@ def _softmax_terms(mean, gate_weight_ptr, gate_bias_ptr, num_modes):
 
 @triton.jit
 def _logit(mean, gate_weight_ptr, gate_bias_ptr, k):
-    weight = tl.load(gate_weight_ptr + k).to(tl.float32)
-    return mean * weight + tl.load(gate_bias_ptr + k).to(tl.float32)
+    return mean * tl.load(gate_weight_ptr + k) + tl.load(gate_bias_ptr + k)
 
 
 @triton.jit
@@ -101,12 +100,12 @@ def _backward_kernel(
     mode_var_ptr,  # (N, K)
     gate_weight_ptr,  # (K,)
     weight_ptr,  # (C,)
+    extra_ptr,  # (N, C, K), the gradient of the gates as an output
     dscale_ptr,  # A, (N, C)
     dshift_ptr,  # D, (N, C)
-    extra_ptr,  # (N, C, K), the gradient of the gates as an output
+    scale_ptr,  # (N, C), as in the forward
     slope_ptr,  # (N, C), 2 dv / L
     offset_ptr,  # (N, C), dm / L
-    dweight_ptr,  # (N, C), each sample's share
     dgate_ptr,  # (N, 2, K), each sample's share of the gradients of gate_weight and gate_bias
     num_channels,
     num_modes,
@@ -127,9 +126,9 @@ def _backward_kernel(
     dscale = tl.load(dscale_ptr + offs, mask=mask, other=0.0)
     dshift = tl.load(dshift_ptr + offs, mask=mask, other=0.0)
     e = tl.sum(weight * dshift, 0)
+    scale = tl.zeros([BLOCK_C], tl.float32)
     slope = tl.zeros([BLOCK_C], tl.float32)
     offset = tl.zeros([BLOCK_C], tl.float32)
-    dweight = tl.zeros([BLOCK_C], tl.float32)
     dot = tl.zeros([BLOCK_C], tl.float32)
     for k in range(num_modes):
         gates = tl.load(gates_ptr + offs * num_modes + k, mask=mask, other=0.0)
@@ -140,10 +139,9 @@ def _backward_kernel(
         )
         if HAS_EXTRA:
             dgates += tl.load(extra_ptr + offs * num_modes + k, mask=mask, other=0.0)
-        apart = mean - mode_mean
-        dweight += inverse * (dscale + dshift * apart)
+        scale += weight * inverse
         slope += gates * s
-        offset += gates * (u + 2.0 * s * apart)
+        offset += gates * (u + 2.0 * s * (mean - mode_mean))
         dot += gates * dgates
     for k in range(num_modes):
         gates = tl.load(gates_ptr + offs * num_modes + k, mask=mask, other=0.0)
@@ -155,15 +153,13 @@ def _backward_kernel(
         if HAS_EXTRA:
             dgates += tl.load(extra_ptr + offs * num_modes + k, mask=mask, other=0.0)
         dlogits = gates * (dgates - dot)
-        offset += dlogits * tl.load(gate_weight_ptr + k).to(tl.float32)
+        offset += dlogits * tl.load(gate_weight_ptr + k)
         tl.store(dgate_ptr + sample * 2 * num_modes + k, tl.sum(dlogits * mean, 0))
         tl.store(dgate_ptr + (sample * 2 + 1) * num_modes + k, tl.sum(dlogits, 0))
+    tl.store(scale_ptr + offs, scale, mask=mask)
     if PIXEL:
         tl.store(slope_ptr + offs, slope * (2.0 / num_positions), mask=mask)
-    else:
-        tl.store(slope_ptr + offs, tl.zeros([BLOCK_C], tl.float32), mask=mask)
     tl.store(offset_ptr + offs, offset / num_positions, mask=mask)
-    tl.store(dweight_ptr + offs, dweight / num_modes, mask=mask)
 
 
 @triton.jit
@@ -179,84 +175,121 @@ def _mode_gradients(gates, mean, var, mode_mean, mode_var, weight, dscale, dshif
     return dgates, u, s, inverse
 
 
-def channels_forward(
-    mean: Tensor,
-    var: Tensor | None,
-    gate_weight: Tensor,
-    gate_bias: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Scale and shift (N, C), gates (N, C, K), and the modes' mean and variance (N, K)."""
-    (num_samples, num_channels), num_modes = mean.shape, gate_weight.shape[0]
-    scale, shift = torch.empty_like(mean), torch.empty_like(mean)
-    gates = mean.new_empty((num_samples, num_channels, num_modes))
-    mode_mean = mean.new_empty((num_samples, num_modes))
-    mode_var = torch.empty_like(mode_mean)
-    _forward_kernel[(num_samples,)](
-        mean,
-        mean if var is None else var,
-        gate_weight,
-        gate_bias,
-        mean if weight is None else weight,
-        mean if bias is None else bias,
-        scale,
-        shift,
-        gates,
-        mode_mean,
-        mode_var,
-        num_channels=num_channels,
-        num_modes=num_modes,
-        eps=eps,
-        PIXEL=var is not None,
-        HAS_WEIGHT=weight is not None,
-        HAS_BIAS=bias is not None,
-        BLOCK_C=triton.next_power_of_2(num_channels),
-    )
-    return scale, shift, gates, mode_mean, mode_var
+@triton.jit
+def _parameters_kernel(
+    mean_ptr,  # (N, C)
+    mode_mean_ptr,  # (N, K)
+    mode_var_ptr,  # (N, K)
+    dscale_ptr,  # A, (N, C)
+    dshift_ptr,  # D, (N, C)
+    dgate_parts_ptr,  # (N, 2 K)
+    dweight_ptr,  # (C,)
+    dbias_ptr,  # (C,)
+    dgate_ptr,  # (2 K,)
+    num_samples,
+    num_channels,
+    num_modes,
+    eps,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Sums over the samples: of a block of channels or, in the last programs, of the gate's."""
+    num_blocks = tl.cdiv(num_channels, BLOCK_C)
+    block = tl.program_id(0)
+    columns = tl.arange(0, BLOCK_C)
+    if block < num_blocks:
+        channels = block * BLOCK_C + columns
+        mask_c = channels < num_channels
+        weights = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
+        biases = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
+        for start in range(0, num_samples, BLOCK_N):
+            samples = start + tl.arange(0, BLOCK_N)
+            mask_n = samples < num_samples
+            mask = mask_n[:, None] & mask_c[None, :]
+            offs = samples[:, None] * num_channels + channels[None, :]
+            dshift = tl.load(dshift_ptr + offs, mask=mask, other=0.0)
+            biases += dshift
+            if HAS_WEIGHT:
+                mean = tl.load(mean_ptr + offs, mask=mask, other=0.0)
+                dscale = tl.load(dscale_ptr + offs, mask=mask, other=0.0)
+                for k in range(num_modes):
+                    at = samples * num_modes + k
+                    mode_mean = tl.load(mode_mean_ptr + at, mask=mask_n, other=0.0)[:, None]
+                    mode_var = tl.load(mode_var_ptr + at, mask=mask_n, other=1.0)[:, None]
+                    weights += tl.rsqrt(mode_var + eps) * (dscale + dshift * (mean - mode_mean))
+        if HAS_WEIGHT:
+            tl.store(dweight_ptr + channels, tl.sum(weights, 0) / num_modes, mask=mask_c)
+        if HAS_BIAS:
+            tl.store(dbias_ptr + channels, tl.sum(biases, 0), mask=mask_c)
+    else:
+        gates = (block - num_blocks) * BLOCK_C + columns
+        mask_g = gates < 2 * num_modes
+        sums = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
+        for start in range(0, num_samples, BLOCK_N):
+            samples = start + tl.arange(0, BLOCK_N)
+            mask = (samples < num_samples)[:, None] & mask_g[None, :]
+            offs = samples[:, None] * 2 * num_modes + gates[None, :]
+            sums += tl.load(dgate_parts_ptr + offs, mask=mask, other=0.0)
+        tl.store(dgate_ptr + gates, tl.sum(sums, 0), mask=mask_g)
 
 
-def channels_backward(
-    dscale: Tensor,
-    dshift: Tensor,
-    extra: Tensor | None,
-    mean: Tensor,
-    var: Tensor | None,
-    gates: Tensor,
-    mode_mean: Tensor,
-    mode_var: Tensor,
-    gate_weight: Tensor,
-    weight: Tensor | None,
-    num_positions: int,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Slope and offset of dx, each sample's dweight (N, C) and gate gradients (N, 2, K)."""
-    (num_samples, num_channels), num_modes = mean.shape, gate_weight.shape[0]
-    slope, offset, dweight = (torch.empty_like(mean) for _ in range(3))
-    dgate = mean.new_empty((num_samples, 2, num_modes))
-    _backward_kernel[(num_samples,)](
-        mean,
-        mean if var is None else var,
-        gates,
-        mode_mean,
-        mode_var,
-        gate_weight,
-        mean if weight is None else weight,
-        dscale,
-        dshift,
-        gates if extra is None else extra.contiguous(),
-        slope,
-        offset,
-        dweight,
-        dgate,
-        num_channels=num_channels,
-        num_modes=num_modes,
-        num_positions=num_positions,
-        eps=eps,
-        PIXEL=var is not None,
-        HAS_WEIGHT=weight is not None,
-        HAS_EXTRA=extra is not None,
-        BLOCK_C=triton.next_power_of_2(num_channels),
-    )
-    return slope, offset, dweight, dgate
+class ChannelMixing:
+    """The launches of the mixing for one set of sizes and options.
+
+    Args:
+        num_samples: N.
+        num_channels: C.
+        num_positions: L.
+        num_modes: K.
+        eps: added to the variances.
+        pixel: take variances over all values, not over the channels' averages.
+        affine: which of weight and bias there are.
+        direct: see `Launch`.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        num_channels: int,
+        num_positions: int,
+        num_modes: int,
+        eps: float,
+        pixel: bool,
+        affine: tuple[bool, bool],
+        direct: bool,
+    ) -> None:
+        channels = triton.next_power_of_2(num_channels)
+        num_warps = min(8, max(1, channels // 128))
+        sizes = (num_channels, num_modes)
+        self.forward = Launch(
+            _forward_kernel,
+            (num_samples,),
+            (*sizes, eps),
+            (pixel, *affine, channels),
+            num_warps,
+            direct,
+        )
+        self.backward, self.backward_extra = (
+            Launch(
+                _backward_kernel,
+                (num_samples,),
+                (*sizes, num_positions, eps),
+                (pixel, affine[0], extra, channels),
+                num_warps,
+                direct,
+            )
+            for extra in (False, True)
+        )
+        block = min(channels, 16 if num_channels <= 1024 else 32)
+        walk = min(triton.next_power_of_2(num_samples), 4096 // block)
+        programs = triton.cdiv(num_channels, block) + triton.cdiv(2 * num_modes, block)
+        self.parameters = Launch(
+            _parameters_kernel,
+            (programs,),
+            (num_samples, *sizes, eps),
+            (*affine, walk, block),
+            8,
+            direct,
+        )

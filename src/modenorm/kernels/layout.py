@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Planes", "as_dense", "as_planes", "planes_like", "statistics_dtype"]
+__all__ = ["Planes", "as_dense", "as_planes", "is_channels_last", "planes_like", "statistics_dtype"]
 
 
 class Planes(NamedTuple):
@@ -32,14 +32,18 @@ def statistics_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def is_channels_last(x: Tensor) -> bool:
+    """Whether a dense x has its channels side by side, as it has with a single position."""
+    return not x.is_contiguous() or x.ndim == 2 or x.shape[2:].numel() == 1
+
+
 def as_dense(x: Tensor) -> Tensor:
     """X itself where it lies dense in one of the two orders, else a copy in the nearer one."""
-    last = x.movedim(1, -1)
-    if x.is_contiguous() or (x.ndim > 2 and last.is_contiguous()):
+    if x.is_contiguous() or (x.ndim > 2 and x.movedim(1, -1).is_contiguous()):
         return x
     outer = [stride for stride, size in zip(x.stride()[2:], x.shape[2:], strict=True) if size > 1]
     if outer and 0 < x.stride(1) < min(outer):  # a slice of a channels-last tensor
-        return last.contiguous().movedim(-1, 1)
+        return x.movedim(1, -1).contiguous().movedim(-1, 1)
     return x.contiguous()
 
 

@@ -1,0 +1,1 @@
+"""Benchmarks: one layer against torch's norms and the copy floor, and whole training steps."""

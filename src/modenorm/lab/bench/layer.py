@@ -1,0 +1,177 @@
+"""One layer, forward and backward: torch's norms, mode norms for several K, and the copy floor.
+
+The floor is eight reads or writes of the tensor, measured as four copies of it in the same run.
+A norm is timed only after its output and gradients agree with the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import modenorm
+from modenorm import reference
+from modenorm.lab.bench.loop import LoopModeNorm
+from modenorm.lab.bench.timing import device_time, peak_memory, wall_time
+
+__all__ = ["CPU_SHAPES", "GPU_SHAPES", "Case", "measure", "norm_names"]
+
+GPU_SHAPES = (
+    (128, 6, 28, 28),
+    (128, 16, 32, 32),
+    (128, 64, 32, 32),
+    (256, 64, 56, 56),
+    (256, 256, 56, 56),
+    (256, 512, 28, 28),
+    (256, 1024, 14, 14),
+    (256, 2048, 7, 7),
+    (1024, 64, 112, 112),
+)
+CPU_SHAPES = ((128, 16, 32, 32), (128, 64, 16, 16), (32, 64, 56, 56))
+TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 4e-3}
+LAYOUTS = {"NCHW": torch.contiguous_format, "NHWC": torch.channels_last}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tensor to normalise."""
+
+    shape: tuple[int, int, int, int]
+    dtype: str
+    layout: str
+    device: str
+
+    def tensor(self, num_samples: int | None = None, seed: int = 0) -> Tensor:
+        """Random numbers in this case's type and layout."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+        shape = (num_samples or self.shape[0], *self.shape[1:])
+        values = torch.empty(shape, device=self.device, dtype=getattr(torch, self.dtype))
+        values = values.to(memory_format=LAYOUTS[self.layout])
+        return values.normal_(generator=generator)
+
+    @property
+    def bytes(self) -> int:
+        """Size of the tensor."""
+        return torch.Size(self.shape).numel() * getattr(torch, self.dtype).itemsize
+
+    def norm(self, name: str) -> nn.Module:
+        """A norm by its name: bn, gn, mgn2, mn1, mn2, loop2, ..."""
+        channels = self.shape[1]
+        makers: dict[str, Callable[[int], nn.Module]] = {
+            "bn": lambda _: nn.BatchNorm2d(channels),
+            "gn": lambda _: nn.GroupNorm(2, channels),
+            "mn": lambda k: modenorm.ModeNorm2d(channels, k),
+            "mgn": lambda k: modenorm.ModeGroupNorm(channels, k),
+            "loop": lambda k: LoopModeNorm(channels, k),
+        }
+        kind = name.rstrip("0123456789")
+        torch.manual_seed(0)
+        return makers[kind](int(name[len(kind) :] or 1)).to(self.device)
+
+
+def norm_names(modes: Iterable[int], loop: bool = True) -> list[str]:
+    """The columns of the benchmark."""
+    modes = list(modes)
+    names = ["bn", "gn", *(f"mn{k}" for k in modes), "mgn2"]
+    return [*names, *(f"loop{k}" for k in modes if k in (2, 8))] if loop else names
+
+
+def measure(case: Case, names: Iterable[str], wall: bool = True) -> Iterator[dict[str, Any]]:
+    """One row per norm, the floor and batch norm first."""
+    x, dy = case.tensor(seed=1), case.tensor(seed=2)
+    floor = _copy_floor(x)
+    batch_norm = None
+    for name in names:
+        row = {
+            "shape": "x".join(map(str, case.shape)),
+            "dtype": case.dtype,
+            "layout": case.layout,
+            "norm": name,
+            "floor_us": floor,
+        }
+        try:
+            row |= _time(case, name, x, dy, wall)
+        except torch.OutOfMemoryError:
+            yield row | {"error": "out of memory"}
+            continue
+        if name == "bn":
+            batch_norm = row
+        if batch_norm is not None:
+            row["to_bn"] = row["device_us"] / batch_norm["device_us"]
+            if row["peak_bytes"]:
+                row["memory_to_bn"] = row["peak_bytes"] / batch_norm["peak_bytes"]
+            if wall:
+                row["eager_to_bn"] = row["eager_us"] / batch_norm["eager_us"]
+        row["to_floor"] = row["device_us"] / floor
+        row["gb_per_s"] = 8 * case.bytes / row["device_us"] / 1e3
+        yield row
+
+
+def _time(case: Case, name: str, x: Tensor, dy: Tensor, wall: bool) -> dict[str, Any]:
+    check(case, name)
+    norm = case.norm(name)
+    parameters = list(norm.parameters())
+    x = x.detach().requires_grad_()
+
+    def step() -> None:
+        torch.autograd.grad(norm(x), [x, *parameters], dy)
+
+    row: dict[str, Any] = {"device_us": device_time(step), "peak_bytes": peak_memory(step)}
+    if wall:
+        row["eager_us"] = wall_time(step)
+    if not name.startswith("loop"):
+        norm.eval()
+        with torch.no_grad():
+            row["eval_us"] = device_time(lambda: norm(x))
+    return row
+
+
+def _copy_floor(x: Tensor) -> float:
+    other = torch.empty_like(x)
+    return 4 * device_time(lambda: other.copy_(x))
+
+
+def check(case: Case, name: str) -> None:
+    """Refuse a norm whose output or gradients differ from the reference on a small batch."""
+    x, dy = case.tensor(4, seed=3), case.tensor(4, seed=4)
+    norm = case.norm(name)
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter, mean=0.5, std=0.3)
+    found = _gradients(norm, x, dy)
+    wanted = _gradients(_truth(norm), x.double(), dy.double())
+    for what, value, truth in zip(("y", "dx"), found, wanted, strict=False):
+        error = ((value.double() - truth).norm() / truth.norm()).item()
+        if not error < TOLERANCES[case.dtype]:
+            raise ValueError(
+                f"{name} is wrong at {case}: relative error of {what} is {error:.1e}, allowed "
+                f"{TOLERANCES[case.dtype]:.0e}; it is not timed"
+            )
+
+
+def _gradients(norm: Callable[[Tensor], Tensor], x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    x = x.detach().requires_grad_()
+    y = norm(x)
+    return y.detach(), torch.autograd.grad(y, x, dy)[0]
+
+
+def _truth(norm: nn.Module) -> Callable[[Tensor], Tensor]:
+    """The same function by reference.py or by torch's own norm, in float64."""
+    state = {name: value.double() for name, value in norm.state_dict().items()}
+    weight, bias = state["weight"], state["bias"]
+    if isinstance(norm, (nn.BatchNorm2d, nn.GroupNorm)):
+        return norm.double()
+    if isinstance(norm, modenorm.ModeGroupNorm):
+        gate = state["gate_weight"], state["gate_bias"]
+        return lambda x: reference.mode_group_norm(x, *gate, weight, bias)
+
+    def truth(x: Tensor) -> Tensor:
+        logits = x.mean((2, 3)) @ state["gate.weight"].t() + state["gate.bias"]
+        return reference.mode_norm(
+            x, torch.softmax(logits, 1), None, None, weight, bias, training=True
+        )
+
+    return truth

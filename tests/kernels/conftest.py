@@ -1,0 +1,37 @@
+"""The kernels' tests: on a GPU, or anywhere in Triton's interpreter with TRITON_INTERPRET=1.
+
+Memory that a kernel forgets to write shows, because torch.empty gives NaN here.
+"""
+
+import os
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+if not INTERPRETED and DEVICE == "cpu":
+    collect_ignore_glob = ["test_*.py"]
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "kernels" in item.path.parts and DEVICE == "cuda":
+            item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture
+def device():
+    return torch.device(DEVICE)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch):
+    empty, empty_like = torch.empty, torch.empty_like
+
+    def poison(tensor):
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: poison(empty(*a, **k)))
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: poison(empty_like(*a, **k)))

@@ -1,0 +1,254 @@
+"""The fused norms against reference.py: values, all gradients, running estimates."""
+
+import copy
+
+import pytest
+import torch
+
+import modenorm
+from modenorm.kernels import choose_backend, runs_triton
+
+SHAPES = {
+    "2d-small": (6, 5),
+    "3d": (4, 17, 3),
+    "odd": (5, 3, 5, 7),
+    "one-position": (7, 20, 1, 1),
+    "many-channels": (9, 40, 3, 3),
+    "volume": (3, 6, 2, 3, 2),
+    "long": (3, 2, 40, 40),
+}
+MODES = (1, 2, 5)
+
+# Half types round the input and the output to 8 or 11 bits; everything between is float32, so the
+# error is that of rounding y or dx once. float32 sums over a few thousand terms lose a few ulps.
+TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+
+
+def relative_error(found, wanted):
+    return ((found.double() - wanted.double()).norm() / wanted.double().norm()).item()
+
+
+def assert_close(found, wanted, tolerance, name, floor=1e-6):
+    """Compare norms; what is zero but for rounding is compared with a floor."""
+    difference = (found.double() - wanted.double()).norm().item()
+    assert difference <= tolerance * wanted.double().norm().item() + floor, name
+
+
+def tensor(shape, device, dtype, channels_last, mean=0.0):
+    x = torch.randn(shape, dtype=torch.float64) + mean
+    x = x.to(device=device, dtype=dtype)
+    return x.movedim(1, -1).contiguous().movedim(-1, 1) if channels_last else x
+
+
+def layer_for(shape, num_modes, device, **options):
+    rank = {2: "1d", 3: "1d", 4: "2d", 5: "3d"}[len(shape)]
+    layer = getattr(modenorm, f"ModeNorm{rank}")(shape[1], num_modes, **options).to(device)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, mean=0.2, std=0.5)
+    return layer
+
+
+def gradients(layer, x, dy, **inputs):
+    x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+    learnt = [t.detach().clone().requires_grad_() for t in inputs.values()]
+    y = layer(x, **dict(zip(inputs, learnt, strict=True)))
+    used = [p for n, p in layer.named_parameters() if not (inputs and n.startswith("gate."))]
+    return y, torch.autograd.grad(y, [x, *learnt, *used], dy)
+
+
+def truth_of(layer, x, dy, **inputs):
+    twin = copy.deepcopy(layer).double()
+    with modenorm.use_backend("reference"):
+        doubled = {name: value.double() for name, value in inputs.items()}
+        y, found = gradients(twin, x.double(), dy.double(), **doubled)
+    return twin, y, found
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["first", "last"])
+@pytest.mark.parametrize("num_modes", MODES, ids="K{}".format)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("options", [{}, {"per_mode_affine": True}], ids=["shared", "per-mode"])
+def test_training(device, shape, num_modes, channels_last, options):
+    layer = layer_for(shape, num_modes, device, **options)
+    x = tensor(shape, device, torch.float32, channels_last, mean=1.0)
+    dy = tensor(shape, device, torch.float32, False)
+    assert runs_triton(x)
+    assert choose_backend(x) == "fused"
+    twin, truth, true_gradients = truth_of(layer, x, dy)
+    y, found = gradients(layer, x, dy)
+    assert y.stride() == x.stride()
+    assert_close(y, truth, TOLERANCES[torch.float32], "y")
+    for name, value, wanted in zip(("x", "..."), found, true_gradients, strict=False):
+        assert_close(value, wanted, 3e-5, name, floor=3e-5)
+    for (name, value), wanted in zip(layer.named_buffers(), twin.buffers(), strict=True):
+        assert_close(value, wanted, 1e-6, name)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("channels_last", [False, True], ids=["first", "last"])
+def test_half_types(device, dtype, channels_last):
+    shape = (6, 12, 5, 5)
+    layer = layer_for(shape, 2, device)
+    x = tensor(shape, device, dtype, channels_last)
+    dy = tensor(shape, device, dtype, channels_last)
+    _, truth, true_gradients = truth_of(layer, x, dy)
+    y, found = gradients(layer, x, dy)
+    assert y.dtype == dtype
+    assert relative_error(y, truth) < TOLERANCES[dtype]
+    assert relative_error(found[0], true_gradients[0]) < TOLERANCES[dtype]
+    for value, wanted in zip(found[1:], true_gradients[1:], strict=True):
+        assert_close(value, wanted, 1e-4, "parameter", floor=1e-4)
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["first", "last"])
+def test_gates_from_outside(device, channels_last):
+    shape = (6, 5, 3, 4)
+    layer = layer_for(shape, 3, device)
+    x = tensor(shape, device, torch.float32, channels_last)
+    dy = tensor(shape, device, torch.float32, False)
+    gates = torch.softmax(torch.randn(6, 3, device=device), 1)
+    _, truth, true_gradients = truth_of(layer, x, dy, gates=gates)
+    y, found = gradients(layer, x, dy, gates=gates)
+    assert_close(y, truth, 2e-6, "y")
+    for value, wanted in zip(found, true_gradients, strict=True):
+        assert_close(value, wanted, 3e-5, "gradient", floor=3e-5)
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["first", "last"])
+@pytest.mark.parametrize("num_modes", MODES, ids="K{}".format)
+def test_evaluation(device, num_modes, channels_last):
+    shape = (5, 20, 3, 5)
+    layer = layer_for(shape, num_modes, device).eval()
+    layer.running_mean.normal_()
+    layer.running_var.uniform_(0.5, 2)
+    x = tensor(shape, device, torch.float32, channels_last)
+    twin, truth, true_gradients = truth_of(layer, x, x)
+    with torch.no_grad():
+        assert_close(layer(x), truth, 2e-6, "without gradients")
+    y, found = gradients(layer, x, x)
+    assert_close(y, truth, 2e-6, "with gradients")
+    for value, wanted in zip(found, true_gradients, strict=True):
+        assert_close(value, wanted, 3e-5, "gradient", floor=3e-5)
+    for value, wanted in zip(layer.buffers(), twin.buffers(), strict=True):
+        assert_close(value, wanted, 1e-6, "buffers don't move")
+
+
+@pytest.mark.parametrize("variance", ["pooled", "pixel"])
+@pytest.mark.parametrize("num_modes", MODES, ids="K{}".format)
+@pytest.mark.parametrize("channels_last", [False, True], ids=["first", "last"])
+@pytest.mark.parametrize("shape", [(5, 3, 5, 7), (3, 40, 3, 3), (4, 6)], ids=str)
+def test_mode_group_norm(device, shape, num_modes, channels_last, variance):
+    layer = modenorm.ModeGroupNorm(shape[1], num_modes, variance=variance).to(device)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, mean=0.2, std=0.5)
+    x = tensor(shape, device, torch.float32, channels_last, mean=1.0)
+    dy = tensor(shape, device, torch.float32, False)
+    truth, true_gradients = truth_of(layer, x, dy)[1:]
+    y, found = gradients(layer, x, dy)
+    # Few channels leave a variance close to zero, which magnifies the rounding of float32.
+    assert_close(y, truth, 2e-5, "y")
+    for value, wanted in zip(found, true_gradients, strict=True):
+        assert_close(value, wanted, 2e-4, "gradient", floor=1e-4)
+
+
+def test_gates_are_a_differentiable_output(device):
+    shape = (6, 5, 3, 4)
+    layer = layer_for(shape, 3, device)
+    x = tensor(shape, device, torch.float32, False)
+    heard = []
+    layer.gate_listener = heard.append
+    y = layer(x)
+    pull = torch.randn(6, 3, device=device)
+    found = torch.autograd.grad((y.sin().sum(), heard[0]), layer.gate.weight, (None, pull))[0]
+    with modenorm.use_backend("eager"):
+        y = layer(x)
+        wanted = torch.autograd.grad((y.sin().sum(), heard[1]), layer.gate.weight, (None, pull))[0]
+    torch.testing.assert_close(found, wanted, atol=2e-5, rtol=2e-4)
+
+
+def test_double_backward(device):
+    shape = (4, 3, 2, 3)
+    layer = layer_for(shape, 2, device)
+    x = tensor(shape, device, torch.float32, False)
+    penalties = {}
+    for backend in ("fused", "eager"):
+        with modenorm.use_backend(backend):
+            leaf = x.clone().requires_grad_()
+            gradient = torch.autograd.grad(layer(leaf).sin().sum(), leaf, create_graph=True)[0]
+            penalties[backend] = torch.autograd.grad(gradient.square().sum(), leaf)[0]
+    torch.testing.assert_close(penalties["fused"], penalties["eager"], atol=1e-4, rtol=1e-4)
+
+
+def test_usage_update(device):
+    shape = (6, 5, 3, 4)
+    layer = layer_for(shape, 3, device, running_update="usage")
+    twin = copy.deepcopy(layer)
+    x = tensor(shape, device, torch.float32, False)
+    layer(x)
+    with modenorm.use_backend("eager"):
+        twin(x)
+    for value, wanted in zip(layer.buffers(), twin.buffers(), strict=True):
+        torch.testing.assert_close(value, wanted)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy, in the interpreter
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=str)
+@pytest.mark.parametrize("given", [False, True], ids=["gate", "gates"])
+def test_bad_batches_leave_the_estimates(device, bad, given):
+    layer = layer_for((4, 20, 3, 3), 2, device)
+    x = tensor((4, 20, 3, 3), device, torch.float32, False)
+    x[1, 18, 0, 0] = bad
+    before = [buffer.clone() for buffer in layer.buffers()]
+    y = layer(x, gates=torch.full((4, 2), 0.5, device=device) if given else None)
+    assert torch.isnan(y).any()
+    for value, wanted in zip(layer.buffers(), before, strict=True):
+        assert torch.equal(value, wanted)
+
+
+def test_a_mode_without_samples(device):
+    layer = layer_for((4, 5, 3, 3), 3, device)
+    x = tensor((4, 5, 3, 3), device, torch.float32, False).requires_grad_()
+    gates = torch.tensor([[1.0, 0, 0], [0, 1, 0], [1, 0, 0], [0, 1, 0]], device=device)
+    y = layer(x, gates=gates)
+    y.square().sum().backward()
+    assert torch.isfinite(y).all()
+    assert torch.isfinite(x.grad).all()
+    assert torch.equal(layer.running_mean[2], torch.zeros(5, device=device))
+    assert torch.equal(layer.running_var[2], torch.ones(5, device=device))
+
+
+def test_large_means_cost_no_digits(device):
+    # float32 holds 1000 to 3e-5; averaged over many values that is 1e-4 of a standard deviation.
+    x = tensor((16, 4, 50, 50), device, torch.float64, False) * 0.1 + 1000
+    layer = layer_for(x.shape, 2, device)
+    twin = copy.deepcopy(layer).double()
+    x = x.float()
+    with modenorm.use_backend("reference"):
+        truth = twin(x.double())
+    assert relative_error(layer(x), truth) < 1e-3
+
+
+def test_repeated_calls_and_unaligned_memory(device):
+    layer = layer_for((4, 5, 3, 3), 2, device)
+    for start in (0, 1, 0, 3):
+        memory = torch.randn(4 * 5 * 9 + 8, device=device)
+        x = memory[start : start + 4 * 5 * 9].view(4, 5, 3, 3)
+        dy = torch.randn_like(x)
+        _, truth, true_gradients = truth_of(layer, x, dy)
+        x = x.detach().requires_grad_()
+        y = layer(x)
+        assert_close(y, truth, 2e-6, "y")
+        assert_close(torch.autograd.grad(y, x, dy)[0], true_gradients[0], 3e-5, "dx", 3e-5)
+
+
+def test_results_repeat(device):
+    x = tensor((32, 40, 9, 9), device, torch.float32, True)
+    layer = layer_for(x.shape, 4, device)
+    first, second = (gradients(layer, x, x.sin()) for _ in range(2))
+    assert torch.equal(first[0], second[0])
+    assert all(torch.equal(a, b) for a, b in zip(first[1], second[1], strict=True))
