@@ -72,7 +72,7 @@ def mode_layers(model: nn.Module) -> dict[str, ModeNorm | ModeGroupNorm]:
 
 
 @contextlib.contextmanager
-def _listening(listeners: Iterable[tuple[nn.Module, GateListener]]) -> Iterator[None]:
+def listening(listeners: Iterable[tuple[nn.Module, GateListener]]) -> Iterator[None]:
     """Add listeners to layers; those that were there before go on hearing, and return at the end.
 
     A forward that activation checkpointing repeats is not heard again.
@@ -125,7 +125,7 @@ def record_gates(model: nn.Module, limit: int = DEFAULT_LIMIT) -> Iterator[GateR
         return lambda gates: recording._add(name, gates)
 
     layers = mode_layers(model).items()
-    with _listening([(layer, listener(name)) for name, layer in layers]):
+    with listening([(layer, listener(name)) for name, layer in layers]):
         yield recording
 
 
@@ -157,7 +157,7 @@ def mode_report(
     meters = {name: _Meter(name, layer) for name, layer in layers.items()}
     listeners = [(layer, meters[name].listen) for name, layer in layers.items()]
     count = 0
-    with _evaluating(model), _watching_inputs(meters.values()), _listening(listeners):
+    with _evaluating(model), _watching_inputs(meters.values()), listening(listeners):
         for x, classes, sources in _labelled(batches, labels, domains):
             for meter in meters.values():
                 meter.labels = {"class": classes, "domain": sources}

@@ -31,6 +31,8 @@ from modenorm.lab.training.provenance import provenance
 from modenorm.lab.training.runs import Run
 from modenorm.lab.training.schedule import Schedule
 from modenorm.lab.training.step import Lane, Step, Turns, capture
+from modenorm.lab.training.usage import ModeUsage
+from modenorm.lab.training.usage import scalars as mode_scalars
 
 CHUNK = {"cuda": 256, "cpu": 16}
 """Steps prepared at once; the loss is looked at after each chunk."""
@@ -74,6 +76,7 @@ class Events:
         """Write the numbers of one record of metrics."""
         scalars = {name: record[name] for name in ("lr", "train_loss", "test_error", "top5_error")}
         scalars |= {f"domain_error/{name}": e for name, e in record["domain_errors"].items()}
+        scalars |= mode_scalars(record["modes"])
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, record["samples"])
 
@@ -256,11 +259,12 @@ class Training:
         return metrics[-1]["step"] if metrics else 0
 
     def _evaluate(self) -> Turns:
-        with self.lane.enter():
-            counts = count_errors(
-                self.model, self.data.test, len(self.data.about.domain_names), self._dtype
-            )
-        found = errors((yield from self.lane.fetch(counts)), self.data.about.domain_names)
+        usage, names = ModeUsage(self.model), self.data.about.domain_names
+        with self.lane.enter(), usage.recording():
+            counts = count_errors(self.model, self.data.test, len(names), self._dtype)
+            totals = usage.totals(self.data.test.domains, len(names))
+        found = errors((yield from self.lane.fetch(counts)), names)
+        modes = usage.describe((yield from self.lane.fetch(totals)), names)
         loss_sum = float((yield from self.lane.fetch(self._step.loss_sum)))
         step, config = self.position.step, self.run.config
         record = {
@@ -272,6 +276,7 @@ class Training:
             "test_error": found.top1,
             "top5_error": found.top5,
             "domain_errors": found.by_domain,
+            "modes": modes,
             "seconds": round(self.seconds, 3),
         }
         with self.lane.enter():

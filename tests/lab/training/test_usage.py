@@ -1,0 +1,42 @@
+"""The usage noted during evaluations equals what `mode_report` finds."""
+
+import json
+
+import pytest
+import torch
+from fake_data import fake_images
+
+from modenorm import mode_report
+from modenorm.lab.data.loader import DeviceImages
+from modenorm.lab.models import create_model
+from modenorm.lab.training import evaluate
+from modenorm.lab.training.evaluate import count_errors
+from modenorm.lab.training.usage import ModeUsage, scalars
+
+
+@pytest.mark.parametrize("norm", ["mn", "mgn", "bn"])
+def test_usage_equals_the_report(norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluate, "PIXELS_PER_BATCH", 10 * 8 * 8)
+    source = fake_images(23)
+    data = DeviceImages(source, torch.device("cpu"))
+    model = create_model("resnet20", num_classes=12, norm=norm, modes=3).train()
+    usage = ModeUsage(model)
+    with usage.recording():
+        plain = count_errors(model, data, 2, torch.float32)
+        totals = usage.totals(data.domains, 2)
+    found = usage.describe(totals, source.domain_names)
+    assert json.loads(json.dumps(found)) == found
+    assert torch.equal(plain, count_errors(model, data, 2, torch.float32))
+    if norm == "bn":
+        assert found == scalars(found) == {}
+        return
+    report = mode_report(model, data.batches(10))
+    assert list(found) == [layer.name for layer in report.layers]
+    for layer in report.layers:
+        own = found[layer.name]
+        assert own["shares"] == pytest.approx(layer.shares, abs=1e-4)
+        assert own["entropy"] == pytest.approx(layer.entropy, abs=1e-4)
+        assert layer.domain_shares is not None
+        for name, shares in zip(source.domain_names, layer.domain_shares, strict=True):
+            assert own["by_domain"][name] == pytest.approx(shares, abs=1e-4)
+        assert scalars(found)[f"mode_share/{layer.name}/2"] == own["shares"][2]
