@@ -27,9 +27,12 @@ PUBLIC_NAMES = {
     "functional",
     "gates",
     "mode_report",
+    "norm_parameters",
     "recalibrate",
     "record_gates",
     "reference",
+    "replace_batchnorm",
+    "to_batchnorm",
     "use_backend",
 }
 

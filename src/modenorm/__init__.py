@@ -4,10 +4,12 @@ Batch norm that discovers K modes in your data and normalises each with its own 
 """
 
 from modenorm import functional, gates, reference
+from modenorm.convert import replace_batchnorm, to_batchnorm
 from modenorm.gates import LinearGate, StandardizedGate
 from modenorm.kernels import use_backend
 from modenorm.layers import ModeGroupNorm, ModeNorm1d, ModeNorm2d, ModeNorm3d
 from modenorm.modes import mode_report, record_gates
+from modenorm.parameters import norm_parameters
 from modenorm.statistics import freeze_statistics, recalibrate
 
 __version__ = "0.1.0"
@@ -23,8 +25,11 @@ __all__ = [
     "functional",
     "gates",
     "mode_report",
+    "norm_parameters",
     "recalibrate",
     "record_gates",
     "reference",
+    "replace_batchnorm",
+    "to_batchnorm",
     "use_backend",
 ]

@@ -1,0 +1,105 @@
+"""The parameters of norms and gates in optimizers: groups of their own, and late arrivals."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.optim import Adagrad, Optimizer
+
+from modenorm.layers import ModeGroupNorm, ModeNorm
+
+__all__ = ["NormParameters", "add_gates", "norm_parameters"]
+
+NORMS = (ModeNorm, ModeGroupNorm, _NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+
+
+class NormParameters(NamedTuple):
+    """A model's parameters by role; every parameter is in one of them, under its name.
+
+    Example:
+        >>> NormParameters({}, {}, {}).gates
+        {}
+    """
+
+    norms: dict[str, nn.Parameter]
+    gates: dict[str, nn.Parameter]
+    others: dict[str, nn.Parameter]
+
+
+def norm_parameters(model: nn.Module) -> NormParameters:
+    """Sort a model's parameters into those of norms, of gates, and others.
+
+    For optimizers that should not decay norms and gates. Weight decay on a gate pulls it towards
+    gates that are equal for all samples, where it stops to learn. Filters that go by the number of
+    dimensions see the norms' parameters, which are 1-d, but not the gates' weights, (K, C).
+
+    Args:
+        model: any model; norms of torch count as norms too.
+
+    Returns:
+        `norms`, `gates` and `others`: three dicts from parameter name to parameter.
+
+    Example:
+        >>> import torch, modenorm
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), modenorm.ModeNorm2d(8))
+        >>> norms, gates, others = norm_parameters(model)
+        >>> list(norms), list(gates), list(others)
+        (['1.weight', '1.bias'], ['1.gate.weight', '1.gate.bias'], ['0.weight', '0.bias'])
+        >>> optimizer = torch.optim.AdamW([
+        ...     {"params": others.values(), "weight_decay": 0.05},
+        ...     {"params": [*norms.values(), *gates.values()], "weight_decay": 0.0},
+        ... ])
+    """
+    norm_ids: set[int] = set()
+    gate_ids: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, NORMS):
+            norm_ids.update(map(id, module.parameters(recurse=False)))
+        if isinstance(module, ModeNorm):
+            gate_ids.update(map(id, module.gate.parameters()))
+        if isinstance(module, ModeGroupNorm):
+            gate_ids.update((id(module.gate_weight), id(module.gate_bias)))
+    sorted_by_role = NormParameters({}, {}, {})
+    for name, parameter in model.named_parameters():
+        if id(parameter) in gate_ids:
+            sorted_by_role.gates[name] = parameter
+        elif id(parameter) in norm_ids:
+            sorted_by_role.norms[name] = parameter
+        else:
+            sorted_by_role.others[name] = parameter
+    return sorted_by_role
+
+
+def add_gates(optimizer: Optimizer, norms: dict[str, tuple[nn.Module, ModeNorm]]) -> None:
+    """Add the gates' parameters beside the norms', and put parameters per mode in their place."""
+    groups = optimizer.param_groups
+    group_of = {id(p): group for group in groups for p in group["params"]}
+    for name, (old, layer) in norms.items():
+        group = next((group_of[id(p)] for p in old.parameters() if id(p) in group_of), groups[0])
+        for key in ("weight", "bias"):
+            before, after = getattr(old, key), getattr(layer, key)
+            if before is not after and id(before) in group_of:
+                _exchange(optimizer, group_of[id(before)], before, after)
+        fresh = {n: p for n, p in layer.gate.named_parameters() if id(p) not in group_of}
+        group["params"].extend(fresh.values())
+        if "param_names" in group:
+            group["param_names"].extend(f"{name}.gate.{key}".lstrip(".") for key in fresh)
+        group_of |= {id(p): group for p in fresh.values()}
+        if isinstance(optimizer, Adagrad) and fresh:  # it makes its state when it is made
+            settings = {key: group[key] for key in optimizer.defaults}
+            optimizer.state.update(Adagrad(fresh.values(), **settings).state)
+
+
+def _exchange(
+    optimizer: Optimizer, group: dict[str, Any], before: nn.Parameter, after: nn.Parameter
+) -> None:
+    place = next(i for i, p in enumerate(group["params"]) if p is before)
+    group["params"][place] = after
+    state = optimizer.state.pop(before, {})
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.shape == before.shape:
+            state[key] = value.expand_as(after).clone()
+    if state:
+        optimizer.state[after] = state
