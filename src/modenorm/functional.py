@@ -8,13 +8,20 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from modenorm import mixing, reference
 from modenorm.buffers import recomputing
+from modenorm.checks import (
+    Options,
+    as_mask,
+    check_choice,
+    check_eps,
+    check_input,
+    check_options,
+)
 from modenorm.gates import LinearGate
 from modenorm.kernels import choose_backend, plain, runs_triton, streaming
 from modenorm.kernels.layout import statistics_dtype
@@ -23,15 +30,6 @@ from modenorm.mixing import RunningEstimates
 __all__ = ["mode_group_norm", "mode_norm"]
 
 Gate = Callable[[Tensor], Tensor]
-
-
-class Options(NamedTuple):
-    """How a mode norm behaves, apart from its tensors."""
-
-    training: bool = False
-    momentum: float | None = 0.1
-    eps: float = 1e-5
-    running_update: str = "paper"
 
 
 def mode_norm(
@@ -92,6 +90,7 @@ def mode_norm(
     if running_mean is not None and running_var is not None:
         estimates = RunningEstimates(running_mean, running_var, num_batches_tracked, running_share)
     options = Options(training, momentum, eps, running_update)
+    check_options(options, estimates)
     return normalize_modes(x, gates, estimates, weight, bias, options, mask)[0]
 
 
@@ -127,6 +126,13 @@ def mode_group_norm(
         >>> mode_group_norm(x, torch.randn(2), torch.zeros(2)).shape
         torch.Size([2, 8, 4, 4])
     """
+    check_eps(eps)
+    check_choice("variance", variance, ("pooled", "pixel"))
+    if gate_weight.ndim != 1 or gate_weight.shape != gate_bias.shape:
+        raise ValueError(
+            f"gate_weight and gate_bias have shapes {tuple(gate_weight.shape)} and "
+            f"{tuple(gate_bias.shape)}; both must be (K,)"
+        )
     return normalize_channels(x, gate_weight, gate_bias, weight, bias, eps, variance)[0]
 
 
@@ -141,8 +147,7 @@ def normalize_modes(
 ) -> tuple[Tensor, Tensor]:
     """`mode_norm` as the layers call it: returns y and the gates, (N, K)."""
     check_input(x)
-    check_options(options, estimates)
-    mask = _check_mask(mask, x)
+    mask = None if mask is None else as_mask(mask, x)
     with _full_precision(x):
         if x.numel() == 0:
             seen = x if isinstance(gates, Tensor) else x[:0]  # a gate learns nothing from no data
@@ -154,11 +159,12 @@ def normalize_modes(
                 f"a batch of shape {tuple(x.shape)} has one value per channel, so no variance; "
                 f"use more samples or positions, or call eval() on a layer with running estimates"
             )
-        weight, bias = _cast(x, weight), _cast(x, bias)
+        dtype = statistics_dtype(x)
+        weight, bias = _cast(dtype, weight), _cast(dtype, bias)
         backend = choose_backend(x, plain_only=mask is not None)
         if backend == "reference":
             return _reference_modes(x, gates, estimates, weight, bias, options, mask)
-        if backend == "fused" and _one_node(x, gates, estimates, weight, bias, options):
+        if backend == "fused" and _one_node(x, gates, estimates, options):
             return _fused_modes(x, gates, estimates, weight, bias, options)
         if not from_batch and isinstance(gates, Tensor):
             return _without_moments(x, gates, estimates, weight, bias, options, backend)
@@ -182,15 +188,9 @@ def normalize_channels(
 ) -> tuple[Tensor, Tensor]:
     """`mode_group_norm` as the layer calls it: returns y and the gates, (N, C, K)."""
     check_input(x)
-    check_eps(eps)
-    check_choice("variance", variance, ("pooled", "pixel"))
-    if gate_weight.ndim != 1 or gate_weight.shape != gate_bias.shape:
-        raise ValueError(
-            f"gate_weight and gate_bias have shapes {tuple(gate_weight.shape)} and "
-            f"{tuple(gate_bias.shape)}; both must be (K,)"
-        )
-    gate_weight, gate_bias = (p.to(statistics_dtype(x)) for p in (gate_weight, gate_bias))
-    weight, bias = _cast(x, weight), _cast(x, bias)
+    dtype = statistics_dtype(x)
+    gate_weight, gate_bias = gate_weight.to(dtype), gate_bias.to(dtype)
+    weight, bias = _cast(dtype, weight), _cast(dtype, bias)
     with _full_precision(x):
         if x.numel() == 0:
             gates = x.new_zeros((*x.shape[:2], len(gate_weight)))
@@ -218,27 +218,16 @@ def normalize_channels(
 
 
 def _one_node(
-    x: Tensor,
-    gates: Tensor | Gate,
-    estimates: RunningEstimates | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    options: Options,
+    x: Tensor, gates: Tensor | Gate, estimates: RunningEstimates | None, options: Options
 ) -> bool:
     """Whether kernels/fused.py has this case: the paper's gate or given gates, on a GPU."""
-    if not runs_triton(x):
+    if not (isinstance(gates, Tensor) or (type(gates) is LinearGate and not gates._forward_hooks)):
         return False
-    if isinstance(gates, Tensor):
-        learnt = [gates]
-    elif type(gates) is LinearGate and not gates._forward_hooks:
-        learnt = [gates.weight, gates.bias]
-    else:
+    if not runs_triton(x):
         return False
     if options.training or estimates is None:
         return options.momentum is not None or estimates is None
-    inputs = [x, *learnt, *(p for p in (weight, bias) if p is not None)]
-    differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
-    return not differentiated and not isinstance(gates, Tensor)
+    return not torch.is_grad_enabled() and not isinstance(gates, Tensor)
 
 
 def _fused_modes(
@@ -256,17 +245,16 @@ def _fused_modes(
         gate_weight, gate_bias = gates.weight.float(), gates.bias.float()
     else:
         given = _gates_of(gates, x, x, estimates).contiguous()
-    parameters = (x, given, gate_weight, gate_bias, weight, bias)
-    if not options.training and estimates is not None:
-        assert gate_weight is not None
-        assert gate_bias is not None
-        return fused.mode_norm_inference(
-            x, gate_weight, gate_bias, weight, bias, estimates.mean, estimates.var, options.eps
-        )
-    running = None if recomputing() else estimates
-    momentum = 0.0 if options.momentum is None else options.momentum
-    usage = options.running_update == "usage"
-    return fused.mode_norm(*parameters, fused.Training(options.eps, momentum, usage, running))
+    if options.training or estimates is None:
+        running = None if recomputing() else estimates
+        momentum = 0.0 if options.momentum is None else options.momentum
+        training = fused.Training(options.eps, momentum, options.running_update == "usage", running)
+        return fused.mode_norm(x, given, gate_weight, gate_bias, weight, bias, training)
+    assert gate_weight is not None
+    assert gate_bias is not None
+    return fused.mode_norm_inference(
+        x, gate_weight, gate_bias, weight, bias, estimates.mean, estimates.var, options.eps
+    )
 
 
 def _moments(
@@ -398,8 +386,8 @@ def _empty_output(x: Tensor, *used: Tensor | None) -> Tensor:
     return y
 
 
-def _cast(x: Tensor, parameter: Tensor | None) -> Tensor | None:
-    return None if parameter is None else parameter.to(statistics_dtype(x))
+def _cast(dtype: torch.dtype, parameter: Tensor | None) -> Tensor | None:
+    return parameter if parameter is None or parameter.dtype == dtype else parameter.to(dtype)
 
 
 def _full_precision(x: Tensor) -> contextlib.AbstractContextManager[object]:
@@ -408,51 +396,3 @@ def _full_precision(x: Tensor) -> contextlib.AbstractContextManager[object]:
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return torch.autocast(kind, enabled=False)
     return contextlib.nullcontext()
-
-
-def check_input(x: Tensor) -> None:
-    """Refuse what no norm of this family can take."""
-    if x.ndim < 2:
-        raise ValueError(
-            f"input has shape {tuple(x.shape)}; expected samples and channels first, (N, C, ...)"
-        )
-    if not x.is_floating_point():
-        raise ValueError(f"input is {x.dtype}; expected a floating-point type: use x.float()")
-
-
-def check_eps(eps: float) -> None:
-    """Refuse an eps that cannot keep a variance of zero apart from zero."""
-    if not eps > 0:
-        raise ValueError(f"eps is {eps}; it must be positive, e.g. 1e-5")
-
-
-def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Refuse a word that is not one of the choices."""
-    if value not in choices:
-        raise ValueError(f"{name} is {value!r}; use one of {', '.join(map(repr, choices))}")
-
-
-def check_options(options: Options, estimates: RunningEstimates | None = None) -> None:
-    """Refuse options out of range."""
-    check_eps(options.eps)
-    check_choice("running_update", options.running_update, ("paper", "usage"))
-    if options.momentum is not None and not 0 < options.momentum <= 1:
-        raise ValueError(
-            f"momentum is {options.momentum}; it must lie in (0, 1], the weight of the newest "
-            f"batch, or be None for an average over all batches"
-        )
-    if options.momentum is None and options.training and estimates is not None:
-        usage = options.running_update == "usage"
-        if (estimates.share if usage else estimates.num_batches_tracked) is None:
-            name = "running_share" if usage else "num_batches_tracked"
-            raise ValueError(f"momentum=None averages over batches and needs {name}")
-
-
-def _check_mask(mask: Tensor | None, x: Tensor) -> Tensor | None:
-    """The mask as (N, 1, *positions), boolean."""
-    if mask is None:
-        return None
-    short, full = (x.shape[0], *x.shape[2:]), (x.shape[0], 1, *x.shape[2:])
-    if tuple(mask.shape) not in (short, full):
-        raise ValueError(f"mask has shape {tuple(mask.shape)}; expected {short} or {full}")
-    return mask.reshape(full).bool()

@@ -6,21 +6,14 @@ Letters: N samples, C channels, L positions, K modes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from modenorm.buffers import Float32Buffers, running_dtype
-from modenorm.functional import (
-    Options,
-    check_choice,
-    check_eps,
-    check_options,
-    normalize_channels,
-    normalize_modes,
-)
+from modenorm.checks import Options, check_choice, check_count, check_eps, check_options
+from modenorm.functional import normalize_channels, normalize_modes
 from modenorm.gates import GateFactory, make_gate
 from modenorm.mixing import RunningEstimates
 
@@ -62,8 +55,8 @@ class ModeNorm(Float32Buffers):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        _check_count("num_features", num_features)
-        _check_count("num_modes", num_modes)
+        check_count("num_features", num_features)
+        check_count("num_modes", num_modes)
         check_options(Options(False, momentum, eps, running_update))
         self.num_features = num_features
         self.num_modes = num_modes
@@ -319,8 +312,8 @@ class ModeGroupNorm(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        _check_count("num_channels", num_channels)
-        _check_count("num_modes", num_modes)
+        check_count("num_channels", num_channels)
+        check_count("num_modes", num_modes)
         check_eps(eps)
         check_choice("variance", variance, ("pooled", "pixel"))
         self.num_channels = num_channels
@@ -375,8 +368,3 @@ class ModeGroupNorm(nn.Module):
             f"{self.num_channels}, num_modes={self.num_modes}, eps={self.eps}, "
             f"affine={self.affine}, variance={self.variance!r}"
         )
-
-
-def _check_count(name: str, value: int) -> None:
-    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")

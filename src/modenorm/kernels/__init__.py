@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from modenorm.kernels.launch import interpreting
+from modenorm.kernels.layout import interpreting
 
 __all__ = ["choose_backend", "runs_triton", "use_backend"]
 

@@ -8,8 +8,9 @@ repeats the forward in plain operators.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,8 +22,8 @@ from modenorm.kernels import plain
 from modenorm.kernels.gpu import Geometry, Passes
 from modenorm.kernels.gpu_channels import MAX_CHANNELS, ChannelMixing
 from modenorm.kernels.gpu_mixing import Mixing
-from modenorm.kernels.launch import Pointer, Slab, interpreting
-from modenorm.kernels.layout import as_dense, is_channels_last
+from modenorm.kernels.launch import Pointer, Slab, current_stream
+from modenorm.kernels.layout import as_dense, interpreting, is_channels_last
 from modenorm.mixing import RunningEstimates
 
 __all__ = ["MAX_CHANNELS", "Training", "mode_group_norm", "mode_norm", "mode_norm_inference"]
@@ -64,7 +65,7 @@ def mode_norm_inference(
     x = as_dense(x)
     externals = (x, gate_weight, gate_bias, weight, bias, running_mean, running_var)
     num_modes = gate_weight.shape[0]
-    with _on_device(x):
+    with _on_device(x) as stream:
         plan = _plan(
             _geometry(x),
             num_modes,
@@ -82,12 +83,20 @@ def mode_norm_inference(
             plan.inference.allocate(x.device),
         )
         mean, scale, shift, finite = plan.arrays(plan.inference, memory, "inference")
-        plan.passes.mean(x, mean, mean)
-        plan.mixing.gates(mean, mean, gate_weight, gate_bias, gates, finite)
+        plan.passes.mean(stream, x, mean, mean)
+        plan.mixing.gates(stream, mean, mean, gate_weight, gate_bias, gates, finite)
         plan.mixing.coefficients(
-            mean, gates, running_mean, running_var, _or(weight, mean), _or(bias, mean), scale, shift
+            stream,
+            mean,
+            gates,
+            running_mean,
+            running_var,
+            _or(weight, mean),
+            _or(bias, mean),
+            scale,
+            shift,
         )
-        plan.passes.apply(x, mean, scale, shift, y)
+        plan.passes.apply(stream, x, mean, scale, shift, y)
         plan.warm.add("inference")
     return y, gates
 
@@ -191,7 +200,7 @@ class _ModeNorm(torch.autograd.Function):
         given = gates if gates is not None else gate_weight
         assert given is not None
         num_modes = given.shape[1] if gates is not None else given.shape[0]
-        with _on_device(x):
+        with _on_device(x) as stream:
             plan = _plan(
                 _geometry(x),
                 num_modes,
@@ -209,10 +218,11 @@ class _ModeNorm(torch.autograd.Function):
             mean, var, mode_mean, mode_var, mass = plan.arrays(plan.kept, kept, "forward")
             scale, shift, finite = plan.arrays(plan.forward, memory, "forward")
             mix = plan.mixing
-            plan.passes.moments(x, mean, var)
-            mix.gates(mean, var, _or(gate_weight, mean), _or(gate_bias, mean), used, finite)
+            plan.passes.moments(stream, x, mean, var)
+            mix.gates(stream, mean, var, _or(gate_weight, mean), _or(gate_bias, mean), used, finite)
             buffers = running or RunningEstimates(mean, mean)
             mix.statistics(
+                stream,
                 mean,
                 var,
                 used,
@@ -226,9 +236,17 @@ class _ModeNorm(torch.autograd.Function):
                 mass,
             )
             mix.coefficients(
-                mean, used, mode_mean, mode_var, _or(weight, mean), _or(bias, mean), scale, shift
+                stream,
+                mean,
+                used,
+                mode_mean,
+                mode_var,
+                _or(weight, mean),
+                _or(bias, mean),
+                scale,
+                shift,
             )
-            plan.passes.apply(x, mean, scale, shift, y)
+            plan.passes.apply(stream, x, mean, scale, shift, y)
             plan.warm.add("forward")
         ctx.save_for_backward(*inputs, used, kept)
         ctx.eps, ctx.plan = training.eps, plan
@@ -242,7 +260,7 @@ class _ModeNorm(torch.autograd.Function):
         if torch.is_grad_enabled() or dy is None:
             forward = partial(_plain_forward, eps=ctx.eps)
             return (*_plain_backward(forward, inputs, ctx.needs_input_grad, dy, dused), None)
-        with _on_device(x):
+        with _on_device(x) as stream:
             plan, stage = ctx.plan, "backward" if dused is None else "backward with gates"
             dy = _dense_like(dy, x)
             dx = torch.empty_like(x)
@@ -256,8 +274,9 @@ class _ModeNorm(torch.autograd.Function):
             a, d, scale, u, s, dweights = plan.arrays(plan.backward, memory, stage)
             mix = plan.mixing
             per_mode = weight is not None and weight.ndim == 2
-            plan.passes.reduce_backward(dy, x, mean, d, a)
+            plan.passes.reduce_backward(stream, dy, x, mean, d, a)
             mix.modes_backward(
+                stream,
                 mean,
                 used,
                 mode_mean,
@@ -273,6 +292,7 @@ class _ModeNorm(torch.autograd.Function):
             )
             samples = mix.samples_backward if dused is None else mix.samples_backward_extra
             samples(
+                stream,
                 mean,
                 var,
                 used,
@@ -289,9 +309,10 @@ class _ModeNorm(torch.autograd.Function):
                 scale,
                 dlogits,
             )
-            plan.passes.apply_backward(dy, x, mean, scale, a, d, dx)
+            plan.passes.apply_backward(stream, dy, x, mean, scale, a, d, dx)
             if gates is None or (weight is not None and not per_mode):
                 mix.parameters_backward(
+                    stream,
                     mean,
                     dlogits,
                     dweights,
@@ -356,7 +377,7 @@ class _ModeGroupNorm(torch.autograd.Function):
         pixel: bool,
     ) -> tuple[Tensor, Tensor]:
         inputs = (x, gate_weight, gate_bias, weight, bias)
-        with _on_device(x):
+        with _on_device(x) as stream:
             plan = _group_plan(
                 _geometry(x),
                 gate_weight.shape[0],
@@ -371,8 +392,9 @@ class _ModeGroupNorm(torch.autograd.Function):
             kept, memory = plan.kept.allocate(x.device), plan.forward.allocate(x.device)
             mean, var, mode_mean, mode_var = plan.arrays(plan.kept, kept, "forward")
             scale, shift = plan.arrays(plan.forward, memory, "forward")
-            (plan.passes.moments if pixel else plan.passes.mean)(x, mean, var)
+            (plan.passes.moments if pixel else plan.passes.mean)(stream, x, mean, var)
             plan.mixing.forward(
+                stream,
                 mean,
                 var,
                 gate_weight,
@@ -385,7 +407,7 @@ class _ModeGroupNorm(torch.autograd.Function):
                 mode_mean,
                 mode_var,
             )
-            plan.passes.apply(x, mean, scale, shift, y)
+            plan.passes.apply(stream, x, mean, scale, shift, y)
             plan.warm.add("forward")
         ctx.save_for_backward(*inputs, gates, kept)
         ctx.eps, ctx.pixel, ctx.plan = eps, pixel, plan
@@ -400,7 +422,7 @@ class _ModeGroupNorm(torch.autograd.Function):
             forward = partial(_plain_group_forward, eps=ctx.eps, pixel=ctx.pixel)
             found = _plain_backward(forward, inputs, ctx.needs_input_grad, dy, dgates)
             return (*found, None, None)
-        with _on_device(x):
+        with _on_device(x) as stream:
             plan, stage = ctx.plan, "backward" if dgates is None else "backward with gates"
             dy = _dense_like(dy, x)
             dx = torch.empty_like(x)
@@ -410,9 +432,10 @@ class _ModeGroupNorm(torch.autograd.Function):
             mean, var, mode_mean, mode_var = plan.arrays(plan.kept, kept, stage)
             a, d, scale, offset, slope, dgate_parts = plan.arrays(plan.backward, memory, stage)
             mix = plan.mixing
-            plan.passes.reduce_backward(dy, x, mean, d, a)
+            plan.passes.reduce_backward(stream, dy, x, mean, d, a)
             samples = mix.backward if dgates is None else mix.backward_extra
             samples(
+                stream,
                 mean,
                 var,
                 gates,
@@ -430,8 +453,9 @@ class _ModeGroupNorm(torch.autograd.Function):
             )
             passes = plan.passes
             last = passes.apply_backward if ctx.pixel else passes.apply_backward_flat
-            last(dy, x, mean, scale, slope, offset, dx)
+            last(stream, dy, x, mean, scale, slope, offset, dx)
             mix.parameters(
+                stream,
                 mean,
                 mode_mean,
                 mode_var,
@@ -482,8 +506,17 @@ def _dense_like(dy: Tensor, x: Tensor) -> Tensor:
     return dy
 
 
-def _on_device(x: Tensor) -> Any:
-    return torch.cuda.device(x.get_device() if x.is_cuda else -1)
+@contextlib.contextmanager
+def _on_other_device(x: Tensor) -> Iterator[int]:
+    with torch.cuda.device(x.get_device()):
+        yield current_stream(x)
+
+
+def _on_device(x: Tensor) -> contextlib.AbstractContextManager[int]:
+    """The stream to launch on, with x's device as the current one."""
+    if x.is_cuda and x.get_device() != torch.cuda.current_device():
+        return _on_other_device(x)
+    return contextlib.nullcontext(current_stream(x))
 
 
 def _plain_backward(

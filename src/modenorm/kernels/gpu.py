@@ -14,14 +14,14 @@ apply_backward    dy, x    dx
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from modenorm.kernels.launch import Launch
+from modenorm.kernels.launch import Launch, current_stream
 from modenorm.kernels.layout import as_planes, planes_like
 
 __all__ = ["Geometry", "Passes", "apply", "apply_backward", "moments", "reduce_backward"]
@@ -301,62 +301,98 @@ class Tile(NamedTuple):
     num_warps: int
 
 
-def reduction_tile(geometry: Geometry) -> Tile:
-    """The tile of `moments` and `reduce_backward`, chosen from a sweep on an H200."""
-    rows = triton.next_power_of_2(geometry.rows[1])
-    positions = triton.next_power_of_2(geometry.num_positions)
+def moments_tile(geometry: Geometry) -> Tile:
+    """The tile of `moments`, from a sweep on an H200."""
+    rows, positions, wide = _extent(geometry)
     if not geometry.channels_last:
-        positions = min(positions, 1024)
-        return Tile(min(rows, 2048 // positions), positions, 4)
-    rows = min(rows, 1024 // geometry.dtype.itemsize)
-    size, num_warps = (8192, 8) if rows <= 64 else (2048, 4)
-    return Tile(rows, min(positions, size // rows), num_warps)
+        return _rows_tile(rows, positions, wide)
+    if wide and positions <= 64:
+        return Tile(min(rows, 32), positions, 2)
+    if wide:
+        return _columns_tile(
+            rows, positions, 32 if rows <= 64 else 64, 4096 if rows <= 64 else 2048
+        )
+    if positions <= 64:
+        return Tile(min(rows, 512), 1, 4)
+    return _columns_tile(rows, positions, 64, 1024, 8 if rows <= 64 else 2)
 
 
-def map_tile(geometry: Geometry) -> Tile:
-    """The tile of `apply` and `apply_backward`, chosen from a sweep on an H200."""
+def reduce_tile(geometry: Geometry) -> Tile:
+    """The tile of `reduce_backward`, from a sweep on an H200."""
+    rows, positions, wide = _extent(geometry)
+    if geometry.channels_last and not wide and positions <= 64:
+        return Tile(min(rows, 512), 4, 2)
+    if geometry.channels_last and not wide:
+        return _columns_tile(rows, positions, 64, 8192 if rows <= 64 else 512)
+    return moments_tile(geometry)
+
+
+def map_tile(geometry: Geometry, backward: bool) -> Tile:
+    """The tile of `apply` and `apply_backward`, from a sweep on an H200."""
+    rows, positions, wide = _extent(geometry)
+    if geometry.channels_last:
+        return _columns_tile(rows, positions, 64, 1024 if wide or backward else 2048, 4)
+    size = 4096 if positions >= 2048 else 1024 if positions >= 256 else 512
+    positions = min(positions, size)
+    num_warps = 8 if size == 4096 else 4 if wide and size == 1024 else 2
+    return Tile(min(rows, size // positions), positions, num_warps)
+
+
+def _extent(geometry: Geometry) -> tuple[int, int, bool]:
+    """Rows and positions as powers of two, and whether elements take four bytes."""
     rows = triton.next_power_of_2(geometry.rows[1])
-    positions = triton.next_power_of_2(geometry.num_positions)
-    if not geometry.channels_last:
-        size = 4096 if positions >= 1024 else 2048
-        positions = min(positions, size)
-        return Tile(min(rows, size // positions), positions, size // 512)
-    rows = min(rows, 64)
-    return Tile(rows, min(positions, 4096 // rows), 8)
+    return rows, triton.next_power_of_2(geometry.num_positions), geometry.dtype.itemsize == 4
+
+
+def _rows_tile(rows: int, positions: int, wide: bool) -> Tile:
+    """Contiguous positions: one long row, or as many short ones as fill a program."""
+    if positions >= 2048:
+        return Tile(1, min(positions, 4096), 4)
+    if positions >= 512:
+        return Tile(min(rows, 1024 // positions if wide else 2048 // positions), positions, 2)
+    size = 2048 if wide and positions >= 128 else 4096
+    return Tile(min(rows, size // positions), positions, 4)
+
+
+def _columns_tile(
+    rows: int, positions: int, most_rows: int, size: int, num_warps: int | None = None
+) -> Tile:
+    """Channels side by side: a block of them, and positions until the tile has its size."""
+    rows = min(rows, most_rows)
+    return Tile(rows, min(positions, size // rows), num_warps or max(2, min(8, size // 1024)))
 
 
 class Passes:
     """The launches of the four passes for tensors of one geometry."""
 
     def __init__(self, geometry: Geometry, direct: bool = True) -> None:
+        self.geometry, self.direct = geometry, direct
+        tile = moments_tile(geometry)
+        self.moments = self._reduction(_moments_kernel, tile, (True,))
+        self.mean = self._reduction(_moments_kernel, tile, (False,))
+        self.reduce_backward = self._reduction(_reduce_backward_kernel, reduce_tile(geometry), ())
+        self.apply = self._map(_apply_kernel, map_tile(geometry, False), ())
+        tile = map_tile(geometry, True)
+        self.apply_backward = self._map(_apply_backward_kernel, tile, (True,))
+        self.apply_backward_flat = self._map(_apply_backward_kernel, tile, (False,))
+
+    def _reduction(self, kernel: Any, tile: Tile, flags: tuple[bool, ...]) -> Launch:
+        """A pass whose programs walk along the positions of their rows."""
+        geometry = self.geometry
         outer, rows = geometry.rows
-        tile = reduction_tile(geometry)
         single = tile.positions >= geometry.num_positions
-        grid: tuple[int, ...] = (triton.cdiv(rows, tile.rows), outer)
-        constants = (single, *geometry.divisors, tile.rows, tile.positions)
-        self.moments, self.mean, self.reduce_backward = (
-            Launch(kernel, grid, geometry.sizes, (*flag, *constants), tile.num_warps, direct)
-            for kernel, flag in (
-                (_moments_kernel, (True,)),
-                (_moments_kernel, (False,)),
-                (_reduce_backward_kernel, ()),
-            )
-        )
-        tile = map_tile(geometry)
-        grid = (
-            triton.cdiv(rows, tile.rows),
-            triton.cdiv(geometry.num_positions, tile.positions),
-            outer,
-        )
-        last = (*geometry.divisors, tile.rows, tile.positions)
-        self.apply, self.apply_backward, self.apply_backward_flat = (
-            Launch(kernel, grid, geometry.sizes, (*flag, *last), tile.num_warps, direct)
-            for kernel, flag in (
-                (_apply_kernel, ()),
-                (_apply_backward_kernel, (True,)),
-                (_apply_backward_kernel, (False,)),
-            )
-        )
+        constants = (*flags, single, *geometry.divisors, tile.rows, tile.positions)
+        grid = (triton.cdiv(rows, tile.rows), outer)
+        return Launch(kernel, grid, geometry.sizes, constants, tile.num_warps, self.direct)
+
+    def _map(self, kernel: Any, tile: Tile, flags: tuple[bool, ...]) -> Launch:
+        """A pass with a program for every tile."""
+        geometry = self.geometry
+        outer, rows = geometry.rows
+        columns = triton.cdiv(geometry.num_positions, tile.positions)
+        constants = (*flags, *geometry.divisors, tile.rows, tile.positions)
+        grid = (triton.cdiv(rows, tile.rows), columns, outer)
+        return Launch(kernel, grid, geometry.sizes, constants, tile.num_warps, self.direct)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -381,10 +417,10 @@ def moments(x: Tensor, with_var: bool = True) -> tuple[Tensor, Tensor | None]:
     passes, (view,) = _passes_for([x], [])
     mean = torch.empty(x.shape[:2], device=x.device, dtype=torch.float32)
     if not with_var:
-        passes.mean(view, mean, mean)
+        passes.mean(current_stream(x), view, mean, mean)
         return mean, None
     var = torch.empty_like(mean)
-    passes.moments(view, mean, var)
+    passes.moments(current_stream(x), view, mean, var)
     return mean, var
 
 
@@ -392,7 +428,7 @@ def apply(x: Tensor, centre: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """Y = (x − centre) · scale + shift. Reads x, writes y."""
     y = torch.empty_like(x)
     passes, (view, out, *rows) = _passes_for([x, y], [centre, scale, shift])
-    passes.apply(view, *rows, out)
+    passes.apply(current_stream(x), view, *rows, out)
     return y
 
 
@@ -401,7 +437,7 @@ def reduce_backward(dy: Tensor, x: Tensor, centre: Tensor) -> tuple[Tensor, Tens
     passes, (view, upstream, rows) = _passes_for([x, dy], [centre])
     total = torch.empty(x.shape[:2], device=x.device, dtype=torch.float32)
     product = torch.empty_like(total)
-    passes.reduce_backward(upstream, view, rows, total, product)
+    passes.reduce_backward(current_stream(x), upstream, view, rows, total, product)
     return total, product
 
 
@@ -411,5 +447,5 @@ def apply_backward(
     """Dx = scale · dy + slope · (x − centre) + offset. Reads dy and x, writes dx."""
     dx = torch.empty_like(x)
     passes, (view, upstream, out, *rows) = _passes_for([x, dy, dx], [centre, scale, slope, offset])
-    passes.apply_backward(upstream, view, *rows, out)
+    passes.apply_backward(current_stream(x), upstream, view, *rows, out)
     return dx

@@ -7,23 +7,18 @@ its compiled form once and then hands pointers straight to the driver.
 
 from __future__ import annotations
 
-import functools
-import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
-__all__ = ["Launch", "Slab", "interpreting"]
+from modenorm.kernels.layout import interpreting
+
+__all__ = ["Launch", "Slab", "current_stream"]
 
 Pointer = Tensor | int
-
-
-@functools.cache
-def interpreting() -> bool:
-    """Whether kernels run in Triton's interpreter, on CPU tensors."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 class Launch:
@@ -52,27 +47,46 @@ class Launch:
         self.tail = (*sizes, *constants)
         self.num_warps = num_warps
         self.direct = direct and not interpreting()
-        self.compiled: Any = None
+        self.start: Callable[[int, tuple, tuple], None] | None = None
 
-    def __call__(self, *pointers: Pointer) -> None:
-        """Launch on the current stream; the first call compiles and needs tensors."""
-        compiled = self.compiled
-        if compiled is None:
+    def __call__(self, stream: int, *pointers: Pointer) -> None:
+        """Launch on a stream; the first call compiles and needs tensors."""
+        start = self.start
+        if start is None:
             done = self.kernel[self.grid](*pointers, *self.tail, num_warps=self.num_warps)
-            self.compiled = done if self.direct else None
+            if self.direct:
+                self.start = _starter(done, self.grid)
             return
-        stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
-        compiled.run(
-            *self.grid,
-            stream,
-            compiled.function,
-            compiled.packed_metadata,
-            None,
-            None,
-            None,
-            *pointers,
-            *self.tail,
-        )
+        start(stream, pointers, self.tail)
+
+
+def current_stream(x: Tensor) -> int:
+    """The stream that kernels on x's device go to."""
+    return torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else 0
+
+
+def _starter(compiled: Any, grid: tuple[int, ...]) -> Callable[[int, tuple, tuple], None]:
+    """A function that hands a compiled kernel to the driver.
+
+    Triton's own wrapper around the driver's call first looks for scratch memory and hooks, which
+    these kernels don't have; with Triton 3.6, whose call is known, the wrapper is passed by.
+    """
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    if triton.__version__.startswith("3.6.") and not run.global_scratch_size:
+        launch, flags = run.launch, (run.launch_cooperative_grid, run.launch_pdl)
+
+        def start(stream: int, pointers: tuple, tail: tuple) -> None:
+            launch(
+                *grid, stream, function, *flags, None, None, metadata, None, None, None,
+                *pointers, *tail,
+            )  # fmt: skip
+
+        return start
+
+    def start_by_wrapper(stream: int, pointers: tuple, tail: tuple) -> None:
+        run(*grid, stream, function, metadata, None, None, None, *pointers, *tail)
+
+    return start_by_wrapper
 
 
 class Slab:

@@ -5,12 +5,22 @@ Letters: N samples, C channels, L positions.
 
 from __future__ import annotations
 
+import functools
+import os
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["Planes", "as_dense", "as_planes", "is_channels_last", "planes_like", "statistics_dtype"]
+__all__ = [
+    "Planes",
+    "as_dense",
+    "as_planes",
+    "interpreting",
+    "is_channels_last",
+    "planes_like",
+    "statistics_dtype",
+]
 
 
 class Planes(NamedTuple):
@@ -27,6 +37,12 @@ class Planes(NamedTuple):
         return values.unsqueeze(self.axis)
 
 
+@functools.cache
+def interpreting() -> bool:
+    """Whether kernels run in Triton's interpreter, on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
 def statistics_dtype(x: Tensor) -> torch.dtype:
     """Statistics are float32 whatever the input's type, float64 for float64."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -37,9 +53,15 @@ def is_channels_last(x: Tensor) -> bool:
     return not x.is_contiguous() or x.ndim == 2 or x.shape[2:].numel() == 1
 
 
+def _lies_channels_last(x: Tensor) -> bool:
+    if x.ndim == 4:
+        return x.is_contiguous(memory_format=torch.channels_last)
+    return x.ndim > 2 and x.movedim(1, -1).is_contiguous()
+
+
 def as_dense(x: Tensor) -> Tensor:
     """X itself where it lies dense in one of the two orders, else a copy in the nearer one."""
-    if x.is_contiguous() or (x.ndim > 2 and x.movedim(1, -1).is_contiguous()):
+    if x.is_contiguous() or _lies_channels_last(x):
         return x
     outer = [stride for stride, size in zip(x.stride()[2:], x.shape[2:], strict=True) if size > 1]
     if outer and 0 < x.stride(1) < min(outer):  # a slice of a channels-last tensor

@@ -1,0 +1,82 @@
+"""What a norm refuses, with messages that name the value, the rule and the fix."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from modenorm.mixing import RunningEstimates
+
+__all__ = [
+    "Options",
+    "as_mask",
+    "check_choice",
+    "check_count",
+    "check_eps",
+    "check_input",
+    "check_options",
+]
+
+
+class Options(NamedTuple):
+    """How a mode norm behaves, apart from its tensors."""
+
+    training: bool = False
+    momentum: float | None = 0.1
+    eps: float = 1e-5
+    running_update: str = "paper"
+
+
+def check_input(x: Tensor) -> None:
+    """Refuse what no norm of this family can take."""
+    if x.ndim < 2:
+        raise ValueError(
+            f"input has shape {tuple(x.shape)}; expected samples and channels first, (N, C, ...)"
+        )
+    if not x.is_floating_point():
+        raise ValueError(f"input is {x.dtype}; expected a floating-point type: use x.float()")
+
+
+def check_eps(eps: float) -> None:
+    """Refuse an eps that cannot keep a variance of zero apart from zero."""
+    if not eps > 0:
+        raise ValueError(f"eps is {eps}; it must be positive, e.g. 1e-5")
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Refuse a word that is not one of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}; use one of {', '.join(map(repr, choices))}")
+
+
+def check_options(options: Options, estimates: RunningEstimates | None = None) -> None:
+    """Refuse options out of range."""
+    check_eps(options.eps)
+    check_choice("running_update", options.running_update, ("paper", "usage"))
+    if options.momentum is not None and not 0 < options.momentum <= 1:
+        raise ValueError(
+            f"momentum is {options.momentum}; it must lie in (0, 1], the weight of the newest "
+            f"batch, or be None for an average over all batches"
+        )
+    if options.momentum is None and options.training and estimates is not None:
+        usage = options.running_update == "usage"
+        if (estimates.share if usage else estimates.num_batches_tracked) is None:
+            name = "running_share" if usage else "num_batches_tracked"
+            raise ValueError(f"momentum=None averages over batches and needs {name}")
+
+
+def as_mask(mask: Tensor | None, x: Tensor) -> Tensor | None:
+    """The mask as (N, 1, *positions), boolean."""
+    if mask is None:
+        return None
+    short, full = (x.shape[0], *x.shape[2:]), (x.shape[0], 1, *x.shape[2:])
+    if tuple(mask.shape) not in (short, full):
+        raise ValueError(f"mask has shape {tuple(mask.shape)}; expected {short} or {full}")
+    return mask.reshape(full).bool()
+
+
+def check_count(name: str, value: int) -> None:
+    """Refuse a number of things that is not a positive integer."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")

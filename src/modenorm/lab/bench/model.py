@@ -1,0 +1,100 @@
+"""A whole training step of a network: batch norm, mode norms, mode group norm, side by side.
+
+ResNet-50 comes from torchvision where it can be imported, ResNet18 from the laboratory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import modenorm
+from modenorm.lab.bench.timing import peak_memory, wall_time
+from modenorm.lab.models import create_model
+
+__all__ = ["measure_model", "model_names"]
+
+NORMS = ("bn", "mn2", "mn8", "mgn2")
+
+
+def model_names() -> list[str]:
+    """The networks that can be built here."""
+    try:
+        import torchvision  # noqa: F401
+    except Exception:
+        return ["resnet18"]
+    return ["resnet18", "resnet50"]
+
+
+def measure_model(
+    name: str,
+    *,
+    batch: int = 256,
+    size: int = 224,
+    dtype: str = "bfloat16",
+    norms: Iterable[str] = NORMS,
+    compiled: Iterable[bool] = (False, True),
+    device: str = "cuda",
+) -> Iterator[dict[str, Any]]:
+    """One row per norm and mode of execution, batch norm first."""
+    images = torch.randn(batch, 3, size, size, device=device)
+    images = images.to(memory_format=torch.channels_last)
+    labels = torch.randint(0, 1000, (batch,), device=device)
+    for mode in compiled:
+        batch_norm = None
+        for norm in norms:
+            row: dict[str, Any] = {
+                "model": name,
+                "norm": norm,
+                "compiled": mode,
+                "batch": batch,
+                "size": size,
+                "dtype": dtype,
+            }
+            step = _training_step(_network(name, norm).to(device), images, labels, dtype, mode)
+            row["step_us"] = wall_time(step, 1.5)
+            row["peak_bytes"] = peak_memory(step)
+            row["images_per_s"] = batch / row["step_us"] * 1e6
+            batch_norm = batch_norm or row
+            row["to_bn"] = row["step_us"] / batch_norm["step_us"]
+            if row["peak_bytes"]:
+                row["memory_to_bn"] = row["peak_bytes"] / batch_norm["peak_bytes"]
+            yield row
+            torch.compiler.reset()
+
+
+def _network(name: str, norm: str) -> nn.Module:
+    kind = norm.rstrip("0123456789")
+    modes = int(norm[len(kind) :] or 1)
+    torch.manual_seed(0)
+    if name != "resnet50":
+        model = create_model(name, num_classes=1000, norm=kind, modes=modes)
+    else:
+        from torchvision.models import resnet50
+
+        layers = {
+            "bn": nn.BatchNorm2d,
+            "mn": lambda channels: modenorm.ModeNorm2d(channels, modes),
+            "mgn": lambda channels: modenorm.ModeGroupNorm(channels, modes),
+        }
+        model = resnet50(norm_layer=layers[kind])
+    return model.to(memory_format=torch.channels_last)
+
+
+def _training_step(
+    model: nn.Module, images: Tensor, labels: Tensor, dtype: str, compiled: bool
+) -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9, fused=images.is_cuda)
+    forward = torch.compile(model) if compiled else model
+
+    def step() -> None:
+        with torch.autocast(images.device.type, getattr(torch, dtype)):
+            loss = nn.functional.cross_entropy(forward(images), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
