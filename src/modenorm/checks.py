@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import NamedTuple
 
 from torch import Tensor
@@ -78,5 +79,5 @@ def as_mask(mask: Tensor | None, x: Tensor) -> Tensor | None:
 
 def check_count(name: str, value: int) -> None:
     """Refuse a number of things that is not a positive integer."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
