@@ -5,6 +5,8 @@ import sys
 import typer
 
 from modenorm.lab.cli.data import app as data_app
+from modenorm.lab.cli.demo import demo_command
+from modenorm.lab.cli.report import modes_command, report_command
 from modenorm.lab.cli.train import list_runs, train_command
 
 app = typer.Typer(
@@ -13,9 +15,12 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+app.command("demo")(demo_command)
 app.add_typer(data_app, name="data")
 app.command("train")(train_command)
 app.command("runs")(list_runs)
+app.command("report")(report_command)
+app.command("modes")(modes_command)
 
 
 def main() -> None:

@@ -1,0 +1,102 @@
+"""`modenorm report` and `modenorm modes`."""
+
+import dataclasses
+from pathlib import Path
+
+import typer
+from rich.console import Console
+
+from modenorm.findings import ModeReport
+from modenorm.lab.data import NAMES, load
+from modenorm.lab.report import (
+    Gallery,
+    Page,
+    Record,
+    contact_sheet,
+    make_gallery,
+    read_record,
+    read_records,
+    write_page,
+)
+from modenorm.lab.report.gallery import write_picture
+from modenorm.lab.training import Checkpoint, load_model
+from modenorm.lab.training.files import write_whole
+
+PICTURES = (".png", ".jpg", ".webp")
+
+
+def report_command(
+    runs: list[Path] = typer.Argument(help="Folders of runs, or single runs."),
+    output: Path = typer.Option(Path("report.html"), "--output", "-o", help="The page to write."),
+    results: list[Path] = typer.Option(
+        [], help="A file of JSON lines, such as a benchmark's; may be repeated."
+    ),
+    title: str = typer.Option(Page.title, help="The heading of the page."),
+) -> None:
+    """Write one page about runs: tables, curves, modes, galleries, and where the numbers come from.
+
+    The page needs no network. Broken and incomplete runs are shown as such.
+    """
+    records = read_records(runs)
+    size = write_page(output, records, Page(title, results=results))
+    states = [record.state for record in records]
+    counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+    Console().print(
+        f"{output}: {len(records)} runs ({counts or 'none'}), {size / 1e6:.1f} MB",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def modes_command(
+    path: Path = typer.Argument(help="A run's folder, or a checkpoint.", metavar="RUN|CHECKPOINT"),
+    dataset: str | None = typer.Option(
+        None, help=f"One of {', '.join(NAMES)} or folder:PATH; the run's own if not given."
+    ),
+    data: Path = typer.Option(Path("data"), help="Folder with the data sets' files."),
+    layer: list[str] = typer.Option([], help="A layer's name; may be repeated."),
+    count: int = typer.Option(24, min=1, help="Images for each mode."),
+    output: Path = typer.Option(
+        Path("modes.html"), "--output", "-o", help="A page (.html) or a picture (.png)."
+    ),
+    json: Path | None = typer.Option(None, help="Also write the numbers as JSON."),
+    device: str = typer.Option("cpu", help="cuda or cpu."),
+) -> None:
+    """Show which test images each mode of a trained model claims, and what its modes are used for.
+
+    With a run's folder the gallery is also kept there, for `modenorm report` to show.
+    """
+    kind = output.suffix.lower()
+    if kind not in (".html", *PICTURES):
+        raise ValueError(f"--output is {output}; its name must end in .html or .png")
+    file = path / "checkpoint.safetensors" if path.is_dir() else path
+    model, checkpoint = load_model(file, device)
+    name = dataset or checkpoint.config.dataset
+    images = load(name, data, size=checkpoint.config.image_size).test
+    scaling = (checkpoint.about.mean, checkpoint.about.std)
+    gallery, report = make_gallery(model, images, name, scaling, layers=layer, count=count)
+    if path.is_dir():
+        gallery.save(path)
+    if json is not None:
+        write_whole(json, report.to_json().encode())
+    if kind == ".html":
+        write_page(output, [_record(path, checkpoint, gallery)], _page(name, file, report))
+    else:
+        write_picture(contact_sheet(gallery), output)
+    console = Console()
+    console.print(report.table())
+    console.print(f"{output} shows what each mode claims", highlight=False, soft_wrap=True)
+
+
+def _record(path: Path, checkpoint: Checkpoint, gallery: Gallery) -> Record:
+    if path.is_dir():
+        return read_record(path)
+    config, metrics = dataclasses.asdict(checkpoint.config), checkpoint.position.metrics
+    return Record(path, config=config, metrics=metrics, gallery=gallery)
+
+
+def _page(dataset: str, file: Path, report: ModeReport) -> Page:
+    findings = report.findings()
+    found = "; ".join(findings) if findings else "no dead, duplicate or constant modes"
+    intro = f"The modes of {file}, looked at with the test images of {dataset}. Found: {found}."
+    return Page("What each mode claims", [intro])

@@ -1,0 +1,250 @@
+"use strict";
+(() => {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#7f7f7f"];
+  const $ = (id) => document.getElementById(id);
+  const colour = (place) => COLOURS[place % COLOURS.length];
+  // Plotly reads some markup in text: names from files are shown as they are.
+  const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+  const percent = (share) => (100 * share).toFixed(1) + " %";
+  const known = (value) => value !== null && value !== undefined;
+  const number = (value, digits = 2) => (known(value) ? value.toFixed(digits) : "–");
+  const withError = (m) => (known(m) ? number(m.mean) + (known(m.se) ? " ± " + number(m.se) : "") : "–");
+
+  function style(name) {
+    return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  }
+
+  function draw(id, traces, xTitle, yTitle, more = {}) {
+    const axis = { gridcolor: style("--line"), zerolinecolor: style("--line"), automargin: true };
+    const layout = {
+      font: { color: style("--ink"), family: "system-ui, sans-serif", size: 12 },
+      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+      margin: { l: 50, r: 12, t: 8, b: 44 },
+      legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", traceorder: "normal" },
+      hoverlabel: { namelength: -1 },
+      ...more,
+      xaxis: { ...axis, title: { text: xTitle }, ...(more.xaxis || {}) },
+      yaxis: { ...axis, title: { text: yTitle }, rangemode: "tozero", ...(more.yaxis || {}) },
+    };
+    Plotly.react(id, traces, layout, { responsive: true, displaylogo: false, displayModeBar: false });
+  }
+
+  function describe(id, title, text) {
+    $(id + "-chart").setAttribute("aria-label", title + ". " + text);
+    $(id + "-name").textContent = title;
+    $(id + "-text").textContent = text;
+  }
+
+  function table(id, head, rows) {
+    const element = document.createElement("table");
+    const line = (cells, tag, parent) => {
+      const row = parent.insertRow();
+      cells.forEach((cell, place) => {
+        const box = document.createElement(place === 0 ? "th" : tag);
+        if (tag === "th" || place === 0) box.scope = tag === "th" ? "col" : "row";
+        if (place > 0) box.className = "n";
+        box.textContent = cell;
+        row.append(box);
+      });
+    };
+    line(head, "th", element.createTHead());
+    const body = element.createTBody();
+    rows.forEach((cells) => line(cells, "td", body));
+    $(id).replaceChildren(element);
+  }
+
+  function fill(select, entries) {
+    select.replaceChildren(...entries.map(([value, text]) => new Option(text, value)));
+  }
+
+  function setRange(input, count) {
+    input.max = Math.max(0, count - 1);
+    input.value = Math.min(Number(input.value), count - 1);
+    input.disabled = count < 2;
+  }
+
+  // Training curves and errors by domain
+
+  function drawCurves() {
+    const experiment = data.experiments[Number($("experiment").value)];
+    const measure = $("measure").value, scale = $("scale").value;
+    const what = measure === "test_error" ? "Test error" : "Training loss";
+    const unit = measure === "test_error" ? "test error (%)" : "training loss (nats)";
+    const traces = [], rows = [];
+    experiment.variants.forEach((variant, place) => {
+      variant.runs.map((run) => data.runs[run]).filter((run) => run.samples.length).forEach((run, n) => {
+        const unfinished = run.state === "done" ? "" : " (" + run.state + ")";
+        traces.push({
+          x: run.samples, y: run[measure], name: plain(variant.label), legendgroup: String(place),
+          showlegend: n === 0, mode: run.samples.length < 2 ? "markers" : "lines",
+          line: { color: colour(place), width: 1.8, dash: unfinished ? "dot" : "solid" },
+          marker: { color: colour(place) },
+          hovertemplate: plain(`${variant.label}, seed ${run.seed}${unfinished}`) + ": %{y:.3f}<extra></extra>",
+        });
+        const last = run.samples.length - 1;
+        rows.push([variant.label, String(run.seed) + unfinished, run.samples[last].toLocaleString("en"), number(run[measure][last], 3)]);
+      });
+    });
+    const title = `${what}, ${experiment.title}`;
+    draw("curves-chart", traces, "training images seen", unit,
+      { yaxis: { type: scale, rangemode: scale === "log" ? "normal" : "tozero" } });
+    const finals = experiment.variants.filter((v) => v.final).map((v) => `${v.label} ${withError(v.final)} %`);
+    describe("curves", title, `${traces.length} trainings over training images seen.` +
+      (finals.length ? ` Final test errors: ${finals.join("; ")}.` : ""));
+    table("curves-table", ["Norm", "Seed", "Images seen", unit], rows);
+    drawDomains(experiment);
+  }
+
+  function drawDomains(experiment) {
+    $("domains").hidden = experiment.domains.length === 0;
+    if (!experiment.domains.length) return;
+    const traces = experiment.variants.filter((v) => v.domains.some(known)).map((variant, place) => ({
+      type: "bar", name: plain(variant.label), x: experiment.domains.map(plain),
+      y: variant.domains.map((m) => (m ? m.mean : null)), marker: { color: colour(experiment.variants.indexOf(variant)) },
+      error_y: { type: "data", array: variant.domains.map((m) => (m && m.se) || 0), color: style("--ink"), thickness: 1 },
+      hovertemplate: plain(variant.label) + ", %{x}: %{y:.2f} %<extra></extra>",
+    }));
+    const title = "Test error by domain, " + experiment.title;
+    draw("domains-chart", traces, "domain", "test error (%)", { barmode: "group" });
+    const best = experiment.domains.map((name, d) => {
+      const rows = experiment.variants.filter((v) => v.domains[d]);
+      rows.sort((a, b) => a.domains[d].mean - b.domains[d].mean);
+      return rows.length ? `${name}: ${rows[0].label} (${number(rows[0].domains[d].mean)} %)` : "";
+    });
+    describe("domains", title, "Lowest mean error in each domain. " + best.filter(Boolean).join("; ") + ".");
+    table("domains-table", ["Norm", ...experiment.domains],
+      experiment.variants.map((v) => [v.label, ...v.domains.map(withError)]));
+  }
+
+  // Modes
+
+  function modeTraces(rows, x, kind, turned = false) {
+    const count = rows.length ? rows[0].length : 0;
+    return Array.from({ length: count }, (_, k) => {
+      const y = rows.map((shares) => 100 * shares[k]);
+      const shared = { name: "mode " + k, hovertemplate: `mode ${k}: %{${turned ? "x" : "y"}:.1f} %<extra></extra>` };
+      if (kind === "area") {
+        return { ...shared, x, y, stackgroup: "all", line: { width: 0.5, color: colour(k) }, fillcolor: colour(k) + "cc" };
+      }
+      const places = turned ? { x: y, y: x, orientation: "h" } : { x, y };
+      return { ...shared, ...places, type: "bar", marker: { color: colour(k) } };
+    });
+  }
+
+  const full = { range: [0, 100], fixedrange: true };
+
+  function drawModes() {
+    const run = data.runs[Number($("modes-run").value)], modes = run.modes;
+    setRange($("modes-layer"), modes.layers.length);
+    const layer = modes.layers[Number($("modes-layer").value)], last = layer.shares[layer.shares.length - 1];
+    const name = layer.name || "model";
+    $("modes-layer-name").textContent = name;
+    $("modes-layer").setAttribute("aria-valuetext", name);
+    const overTime = `Share of the modes over training, ${name}`;
+    const single = layer.shares.length === 1;
+    draw("shares-chart", modeTraces(layer.shares, single ? ["end"] : modes.samples, single ? "bar" : "area"),
+      "training images seen", "share of test images (%)", { yaxis: full, barmode: "stack" });
+    const entropy = layer.entropy[layer.entropy.length - 1];
+    describe("shares", overTime, "At the end: " + last.map((s, k) => `mode ${k} ${percent(s)}`).join(", ") +
+      (known(entropy) ? `. Mean entropy of the gates ${number(entropy)} bits of at most ${number(Math.log2(last.length))}: ` +
+        "0 assigns every image to one mode, the most shares it out evenly." : "."));
+    drawUsers(layer, name);
+    const names = modes.layers.map((l) => l.name || "model"), ends = modes.layers.map((l) => l.shares[l.shares.length - 1]);
+    const title = "Share of the modes in every layer at the end";
+    draw("layers-chart", modeTraces(ends, names.map(plain), "bar"), "layer", "share of test images (%)",
+      { yaxis: full, barmode: "stack", xaxis: { type: "category" } });
+    describe("layers", title, `${names.length} layers of ${run.title}.`);
+    const width = Math.max(...ends.map((e) => e.length));
+    table("modes-table", ["Layer", ...Array.from({ length: width }, (_, k) => "mode " + k + " %"), "entropy (bits)"],
+      modes.layers.map((l, i) => [names[i], ...Array.from({ length: width }, (_, k) => (known(ends[i][k]) ? number(100 * ends[i][k], 1) : "")),
+        number(l.entropy[l.entropy.length - 1], 3)]));
+  }
+
+  function drawUsers(layer, name) {
+    const domains = Object.keys(layer.by_domain);
+    $("users-chart").parentElement.hidden = domains.length === 0;
+    if (!domains.length) return;
+    const title = `Who uses which mode at the end, ${name}`;
+    draw("users-chart", modeTraces(domains.map((d) => layer.by_domain[d]), domains.map(plain), "bar", true),
+      "share of the domain's test images (%)", "", { xaxis: full, barmode: "stack", yaxis: { autorange: "reversed", type: "category" } });
+    describe("users", title, separation(layer.by_domain) + " " + domains.map((d) => `${d}: ` + layer.by_domain[d].map((s, k) => `mode ${k} ${percent(s)}`).join(", ")).join("; ") + ".");
+  }
+
+  function separation(byDomain) {
+    const names = Object.keys(byDomain);
+    let best = { gap: 0 };
+    byDomain[names[0]].forEach((_, k) => {
+      const sorted = [...names].sort((a, b) => byDomain[b][k] - byDomain[a][k]);
+      const high = sorted[0], low = sorted[sorted.length - 1], gap = byDomain[high][k] - byDomain[low][k];
+      if (gap > best.gap) best = { gap, k, high, low };
+    });
+    if (best.gap < 0.05) return "All domains use the modes alike: this layer does not tell them apart.";
+    return `Mode ${best.k} tells most apart: it takes ${percent(byDomain[best.high][best.k])} of ${best.high} ` +
+      `and ${percent(byDomain[best.low][best.k])} of ${best.low}.`;
+  }
+
+  // Gallery
+
+  function drawGallery() {
+    const gallery = data.galleries[Number($("gallery-run").value)];
+    setRange($("gallery-layer"), gallery.layers.length);
+    const layer = gallery.layers[Number($("gallery-layer").value)];
+    setRange($("gallery-mode"), layer.modes.length);
+    const k = Number($("gallery-mode").value), mode = layer.modes[k];
+    $("gallery-layer-name").textContent = layer.name;
+    $("gallery-layer").setAttribute("aria-valuetext", layer.name);
+    $("gallery-mode-name").textContent = `${k} of 0 to ${layer.modes.length - 1}`;
+    $("gallery-mode").setAttribute("aria-valuetext", "mode " + k);
+    const domains = {};
+    mode.claims.forEach((claim) => { domains[claim[3]] = (domains[claim[3]] || 0) + 1; });
+    const counted = Object.entries(domains).sort((a, b) => b[1] - a[1]).map(([name, count]) => `${count} ${name}`);
+    $("gallery-text").textContent = `Mode ${k} of ${layer.name} has a share of ${percent(mode.share)} of the ` +
+      `${gallery.numImages.toLocaleString("en")} test images of ${gallery.dataset}. Shown are the ${mode.claims.length} it claims most strongly` +
+      (counted.length > 1 ? ` (${counted.join(", ")}).` : ".") + (layer.findings.length ? " Note: " + layer.findings.join("; ") + "." : "");
+    $("tiles").replaceChildren(...mode.claims.map((claim) => tile(claim, gallery)));
+  }
+
+  function tile([place, gate, label, domain], gallery) {
+    const box = document.createElement("div"), image = document.createElement("i"), text = document.createElement("span");
+    box.className = "tile";
+    box.setAttribute("role", "listitem");
+    const side = window.matchMedia("(max-width: 34rem)").matches ? 64 : 72, columns = data.galleryColumns;
+    image.setAttribute("role", "img");
+    image.setAttribute("aria-label", `${label}${domain === label ? "" : " of " + domain}, gate ${gate.toFixed(3)}`);
+    image.style.backgroundImage = `url("${gallery.picture}")`;
+    image.style.backgroundSize = `${columns * side}px auto`;
+    image.style.backgroundPosition = `-${(place % columns) * side}px -${Math.floor(place / columns) * side}px`;
+    text.append(label.startsWith(domain + "/") ? label.slice(domain.length + 1) : label, document.createElement("br"), gate.toFixed(3));
+    box.append(image, text);
+    return box;
+  }
+
+  // Controls
+
+  const redraw = [];
+  function connect(draws, ids) {
+    ids.forEach((id) => $(id).addEventListener("input", draws));
+    redraw.push(draws);
+    draws();
+  }
+
+  if (data.experiments.length) {
+    fill($("experiment"), data.experiments.map((e, i) => [i, e.title]));
+    connect(drawCurves, ["experiment", "measure", "scale"]);
+  }
+  const withModes = data.runs.map((run, i) => [i, run.title]).filter(([i]) => data.runs[i].modes);
+  if (withModes.length) {
+    fill($("modes-run"), withModes);
+    $("modes-layer").value = 0;
+    connect(drawModes, ["modes-run", "modes-layer"]);
+  }
+  if (data.galleries.length) {
+    fill($("gallery-run"), data.galleries.map((g, i) => [i, g.run === null ? g.dataset : data.runs[g.run].title]));
+    $("gallery-layer").value = $("gallery-mode").value = 0;
+    connect(drawGallery, ["gallery-run", "gallery-layer", "gallery-mode"]);
+  }
+  window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => redraw.forEach((f) => f()));
+  window.matchMedia("(max-width: 34rem)").addEventListener("change", () => redraw.forEach((f) => f()));
+  document.documentElement.dataset.ready = "yes";
+})();

@@ -1,0 +1,158 @@
+"""Run directories as they are found: whole, incomplete or broken, never fatal."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from modenorm.lab.report.gallery import Gallery
+
+FILES = (
+    "config.json", "metrics.jsonl", "result.json", "checkpoint.safetensors", "done", "failed",
+    "lock",
+)  # fmt: skip
+
+
+@dataclass
+class Record:
+    """What a run directory holds.
+
+    Attributes:
+        path: The directory.
+        state: done, incomplete, failed or broken.
+        problems: What is wrong with it, a sentence each.
+        config: The configuration, as far as it can be read.
+        metrics: The evaluations that can be read.
+        result: The result, if the run is done.
+        gallery: What its modes claim, if somebody looked.
+    """
+
+    path: Path
+    state: str = "incomplete"
+    problems: list[str] = field(default_factory=list)
+    config: dict[str, Any] = field(default_factory=dict)
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    result: dict[str, Any] = field(default_factory=dict)
+    gallery: Gallery | None = None
+
+    @property
+    def name(self) -> str:
+        """The directory's name."""
+        return self.path.name
+
+
+def find_directories(roots: Iterable[Path]) -> list[Path]:
+    """Run directories at or below the roots: those with a file of a run, and empty ones."""
+    found: dict[Path, None] = {}
+    for root in roots:
+        if not root.is_dir():
+            raise ValueError(f"{root} is not a folder: give a run or the folder that was --runs")
+        for folder in [root, *sorted(path for path in root.rglob("*") if path.is_dir())]:
+            hidden = any(part.startswith(".") for part in folder.relative_to(root).parts)
+            if not hidden and (_is_run(folder) or (folder != root and _is_empty(folder))):
+                found[folder] = None
+    return list(found)
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / name).exists() for name in FILES)
+
+
+def _is_empty(folder: Path) -> bool:
+    return next(folder.iterdir(), None) is None
+
+
+def read_records(roots: Iterable[Path]) -> list[Record]:
+    """Read every run directory at or below the roots."""
+    return [read_record(folder) for folder in find_directories(roots)]
+
+
+def read_record(folder: Path) -> Record:
+    """Read a run directory; what is wrong with it goes into `problems`."""
+    record = Record(folder)
+    if _is_empty(folder):
+        return Record(folder, "broken", ["the directory is empty"])
+    record.config = _read_object(record, "config.json", required=True)
+    _read_metrics(record)
+    done, failed = (folder / "done").exists(), (folder / "failed").exists()
+    if done:
+        _read_result(record)
+    try:
+        record.gallery = Gallery.load(folder)
+    except ValueError as error:
+        record.problems.append(str(error))
+    if record.problems:
+        record.state = "broken"
+    elif done or failed:
+        record.state = "done" if done else "failed"
+    if failed:
+        reason = (folder / "failed").read_text(errors="replace").strip()
+        record.problems.append(f"the training failed: {reason}")
+    return record
+
+
+def _read_object(record: Record, name: str, required: bool) -> dict[str, Any]:
+    try:
+        value = json.loads((record.path / name).read_text())
+    except FileNotFoundError:
+        if required:
+            record.problems.append(f"{name} is missing")
+        return {}
+    except (ValueError, OSError, RecursionError) as error:
+        record.problems.append(f"{name} cannot be read ({_brief(error)})")
+        return {}
+    if not isinstance(value, dict):
+        record.problems.append(f"{name} is not a JSON object")
+        return {}
+    return value
+
+
+def _read_metrics(record: Record) -> None:
+    try:
+        lines = (record.path / "metrics.jsonl").read_text().split("\n")
+    except FileNotFoundError:
+        return
+    except (ValueError, OSError) as error:
+        record.problems.append(f"metrics.jsonl cannot be read ({_brief(error)})")
+        return
+    for number, line in enumerate(lines[:-1], start=1):  # a last line without end was cut off
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            record.problems.append(f"metrics.jsonl, line {number}: {_brief(error)}")
+            continue
+        if _is_evaluation(entry):
+            record.metrics.append(entry)
+        else:
+            record.problems.append(f"metrics.jsonl, line {number}: no evaluation with numbers")
+
+
+def _read_result(record: Record) -> None:
+    result = _read_object(record, "result.json", required=True)
+    if result and not (is_number(result.get("final_error")) and is_number(result.get("top_error"))):
+        record.problems.append("result.json has no final_error and top_error")
+        return
+    record.result = result
+
+
+def _is_evaluation(entry: Any) -> bool:
+    return (
+        isinstance(entry, dict)
+        and is_number(entry.get("samples"))
+        and is_number(entry.get("test_error"))
+        and isinstance(entry.get("domain_errors", {}), dict)
+        and isinstance(entry.get("modes", {}), dict)
+    )
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _brief(error: Exception) -> str:
+    return str(error).split("\n")[0][:120]

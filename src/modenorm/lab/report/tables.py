@@ -1,0 +1,216 @@
+"""Numbers of runs put together: seeds averaged, variants compared, the paper's numbers beside."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from modenorm.lab.report.records import Record, is_number
+
+IMPLIED = {"bn": (), "in": (), "ln": (), "gn": ("groups",), "mn": ("modes",), "mgn": ("modes",)}
+BASELINES = {"mn": "bn", "mgn": "gn"}
+
+
+@dataclass(frozen=True)
+class PaperNumber:
+    """A published error in percent and the configurations it belongs to.
+
+    Attributes:
+        where: Such as "Table 2".
+        error: In percent.
+        match: Settings that a configuration must have.
+        measure: The number of ours to put beside it: "final_error" or "top_error".
+    """
+
+    where: str
+    error: float
+    match: Mapping[str, Any]
+    measure: str = "final_error"
+
+    def belongs_to(self, config: Mapping[str, Any]) -> bool:
+        """Whether the configuration has all the settings."""
+        return all(config.get(name) == value for name, value in self.match.items())
+
+
+@dataclass(frozen=True)
+class Mean:
+    """Mean over seeds, its standard error (None for one seed) and the number of seeds."""
+
+    mean: float
+    se: float | None
+    n: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Mean | None:
+        """Average the numbers; None if there are none."""
+        if not values:
+            return None
+        se = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+        return cls(statistics.fmean(values), se, len(values))
+
+    def __str__(self) -> str:
+        return f"{self.mean:.2f}" + ("" if self.se is None else f" ± {self.se:.2f}")
+
+
+@dataclass
+class Variant:
+    """Runs that differ in nothing but the seed."""
+
+    label: str
+    config: dict[str, Any]
+    runs: list[Record]
+    paper: PaperNumber | None = None
+
+    @property
+    def done(self) -> list[Record]:
+        """The runs that have a result."""
+        return [run for run in self.runs if run.result]
+
+    def mean(self, measure: str) -> Mean | None:
+        """Mean of a number of the results."""
+        return self._mean(lambda result: result.get(measure))
+
+    def domain(self, name: str) -> Mean | None:
+        """Mean error in a domain."""
+        return self._mean(lambda result: (result.get("domain_errors") or {}).get(name))
+
+    def _mean(self, get: Callable[[dict[str, Any]], Any]) -> Mean | None:
+        values = [get(run.result) for run in self.done]
+        return Mean.of([value for value in values if is_number(value)])
+
+
+@dataclass
+class Experiment:
+    """One model on one data set: the variants that were trained, and the domains of the data."""
+
+    title: str
+    variants: list[Variant]
+    domains: list[str] = field(default_factory=list)
+
+    def sentences(self) -> list[str]:
+        """Say in plain words how mode norms compare with their baselines."""
+        return list(filter(None, map(self._compare, self.variants)))
+
+    def _compare(self, variant: Variant) -> str:
+        baseline = BASELINES.get(str(variant.config.get("norm")))
+        ours = variant.mean("final_error")
+        others = [v for v in self.variants if baseline and _differs_in_norm(v, variant, baseline)]
+        theirs = others[0].mean("final_error") if others else None
+        if ours is None or theirs is None:
+            return ""
+        word = "lower" if ours.mean < theirs.mean else "higher"
+        gap = abs(ours.mean - theirs.mean)
+        return (
+            f"{variant.label} ends with an error of {ours} %, {gap:.2f} points {word} than "
+            f"{others[0].label} ({theirs} %); {_significance(ours, theirs)}."
+        )
+
+
+def _differs_in_norm(other: Variant, variant: Variant, norm: str) -> bool:
+    """Whether `other` is `variant` with another norm."""
+    skip = ("norm", "modes", "groups", "gate", "variance", "seed")
+    same = all(other.config.get(k) == v for k, v in variant.config.items() if k not in skip)
+    return same and other.config.get("norm") == norm
+
+
+def _significance(a: Mean, b: Mean) -> str:
+    if a.se is None or b.se is None:
+        return "with one seed this can be chance"
+    larger = abs(a.mean - b.mean) > 2 * (a.se**2 + b.se**2) ** 0.5
+    return f"that is {'more' if larger else 'less'} than twice the standard error of the difference"
+
+
+def norm_label(config: Mapping[str, Any]) -> str:
+    """A short name of the norm, such as "MN K=2"."""
+    norm = str(config.get("norm", "?"))
+    count = {"gn": f" G={config.get('groups')}"} | dict.fromkeys(
+        ("mn", "mgn"), f" K={config.get('modes')}"
+    )
+    return norm.upper() + count.get(norm, "")
+
+
+def group(records: Iterable[Record], paper: Sequence[PaperNumber] = ()) -> list[Experiment]:
+    """Sort runs into experiments and variants; runs without a configuration are left out."""
+    experiments: dict[str, dict[str, Variant]] = {}
+    for record in records:
+        config = record.config
+        if not all(isinstance(config.get(name), str) for name in ("model", "dataset", "norm")):
+            continue
+        title = f"{config['model']} on {config['dataset']}"
+        settings = {name: value for name, value in config.items() if name != "seed"}
+        key = json.dumps(settings, sort_keys=True)
+        known = experiments.setdefault(title, {})
+        known.setdefault(key, Variant("", settings, [])).runs.append(record)
+    return [_experiment(title, list(v.values()), paper) for title, v in experiments.items()]
+
+
+def in_order(records: Sequence[Record], experiments: Iterable[Experiment]) -> list[Record]:
+    """The runs in the order of the experiments and variants; those of none come last."""
+    grouped = [run for e in experiments for variant in e.variants for run in variant.runs]
+    known = {id(run) for run in grouped}
+    return grouped + [record for record in records if id(record) not in known]
+
+
+def _experiment(title: str, variants: list[Variant], paper: Sequence[PaperNumber]) -> Experiment:
+    order = {norm: place for place, norm in enumerate(("bn", "mn", "gn", "mgn", "in", "ln"))}
+    variants.sort(key=lambda v: (order.get(v.config["norm"], 9), json.dumps(v.config)))
+    varying = _varying([variant.config for variant in variants])
+    for variant in variants:
+        implied = IMPLIED.get(variant.config["norm"], ())
+        more = [f"{n} {variant.config.get(n)}" for n in varying if n not in implied]
+        variant.label = ", ".join([norm_label(variant.config), *more])
+        variant.paper = next((p for p in paper if p.belongs_to(variant.config)), None)
+        variant.runs.sort(key=lambda run: str(run.config.get("seed")))
+    names = (run.result.get("domain_errors") or {} for v in variants for run in v.done)
+    domains = list(dict.fromkeys(name for found in names for name in found))
+    return Experiment(title, variants, domains if len(domains) > 1 else [])
+
+
+def _varying(configs: list[dict[str, Any]]) -> list[str]:
+    """Settings that differ although they need not: between variants of the same norm."""
+    names = dict.fromkeys(name for config in configs for name in config)
+    skip = {"norm", "modes", "groups"}
+    return [
+        name
+        for name in names
+        if name not in skip and len({json.dumps(config.get(name)) for config in configs}) > 1
+    ]
+
+
+@dataclass(frozen=True)
+class FileTable:
+    """A file of JSON lines as a table; what is the same in all rows is said once."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[Any]]
+    constants: dict[str, Any]
+    problem: str = ""
+
+
+def read_table(path: Path) -> FileTable:
+    """Read a file of JSON lines, one object a line, such as the benchmarks write."""
+    try:
+        entries = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+        if not all(isinstance(entry, dict) for entry in entries):
+            raise ValueError("a line is not a JSON object")
+    except (ValueError, OSError, RecursionError) as error:
+        return FileTable(path.name, [], [], {}, f"cannot be read: {error}")
+    names = list(dict.fromkeys(name for entry in entries for name in entry))
+    flat = {name: {json.dumps(entry.get(name)) for entry in entries} for name in names}
+    fixed = [name for name in names if len(entries) > 1 and len(flat[name]) == 1]
+    columns = [name for name in names if name not in fixed]
+    rows = [[_cell(entry.get(name)) for name in columns] for entry in entries]
+    return FileTable(path.name, columns, rows, {name: _cell(entries[0][name]) for name in fixed})
+
+
+def _cell(value: Any) -> Any:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list | dict):
+        return json.dumps(value)
+    return "" if value is None else value
