@@ -38,7 +38,7 @@ INTRO = (
     "image, where group normalization (GN) uses fixed groups.",
     "Here the same small network (LeNet) is trained with each of them on a mixture of four "
     "sources of images, each with ten classes, all 40 to be told apart. The training is short, "
-    "so that it takes minutes on a laptop; the paper's trainings are a hundred times longer. "
+    "so that it takes minutes on a laptop; the paper's trainings are seventy times longer. "
     "Differences of a few points between such short trainings come and go with the seed, so "
     "look at what the modes find rather than at who wins.",
 )

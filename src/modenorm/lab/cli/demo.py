@@ -84,16 +84,17 @@ def show(records: Sequence[Record], console: Console) -> None:
     console.print(table)
     console.print(*experiment.sentences(), sep="\n", highlight=False)
     console.print(_modes_table(records, experiment.domains))
+    for label, layer, by_domain in mode_rows(records):
+        console.print(f"{label}, {layer}: {separation(by_domain)}.", highlight=False)
 
 
 def _modes_table(records: Sequence[Record], domains: Sequence[str]) -> Table:
     table = Table("norm", "layer", title="Share of each mode in each domain, in percent")
     for heading in domains:
         table.add_column(heading, justify="right")
-    table.add_column("in words")
     for label, layer, by_domain in mode_rows(records):
         cells = [
             " ".join(f"{100 * share:.0f}" for share in by_domain.get(name, ())) for name in domains
         ]
-        table.add_row(label, layer, *cells, separation(by_domain))
+        table.add_row(label, layer, *cells)
     return table

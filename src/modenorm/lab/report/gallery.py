@@ -31,6 +31,7 @@ FORMAT = "modenorm gallery 1"
 COLUMNS = 16
 LARGEST_TILE = 64
 BATCH = 512
+BROKEN = (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -91,19 +92,31 @@ class Gallery:
             with Image.open(BytesIO(picture)) as opened:
                 tiles = COLUMNS * (opened.height // values["tile"])
             layers = tuple(_read_layer(layer, tiles) for layer in values.pop("layers"))
-            return cls(**values, layers=layers, picture=picture)
-        except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+            name, count, side = values["dataset"], values["num_images"], values["tile"]
+            return cls(str(name), int(count), int(side), layers, picture)
+        except (
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            OSError,
+            TypeError,
+            ValueError,
+        ) as error:
             raise ValueError(f"gallery.json or gallery.webp is broken ({error})") from None
 
 
 def _read_layer(values: dict[str, Any], tiles: int) -> LayerClaims:
     modes = []
     for mode in values["modes"]:
-        claims = tuple(Claim(**claim) for claim in mode["claims"])
+        claims = tuple(_read_claim(**claim) for claim in mode["claims"])
         if any(not 0 <= claim.tile < tiles for claim in claims):
             raise ValueError("it names a tile that is not there")
         modes.append(ModeClaims(float(mode["share"]), claims))
     return LayerClaims(str(values["name"]), tuple(modes), tuple(map(str, values["findings"])))
+
+
+def _read_claim(tile: Any, gate: Any, label: Any, domain: Any) -> Claim:
+    return Claim(int(tile), float(gate), str(label), str(domain))
 
 
 def choose_layers(names: Sequence[str], wanted: Sequence[str], most: int) -> list[str]:

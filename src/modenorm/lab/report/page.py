@@ -206,7 +206,7 @@ def _curves(record: Record) -> dict[str, Any]:
     return {
         "samples": [entry["samples"] for entry in metrics],
         "test_error": [round(float(entry["test_error"]), 4) for entry in metrics],
-        "train_loss": [round(loss, 5) if is_number(loss) else None for loss in losses],
+        "train_loss": [None if _number(loss) is None else round(loss, 5) for loss in losses],
     }
 
 
@@ -219,6 +219,10 @@ def _shares(layer: Any) -> list[float]:
     """The shares of a layer's modes, if the entry is as it should be."""
     shares = layer.get("shares") if isinstance(layer, Mapping) else None
     return shares if isinstance(shares, list) and all(map(is_number, shares)) else []
+
+
+def _number(value: Any) -> float | None:
+    return value if is_number(value) else None
 
 
 def _modes(record: Record, points: int) -> dict[str, Any] | None:
@@ -236,7 +240,7 @@ def _modes(record: Record, points: int) -> dict[str, Any] | None:
                 {
                     "name": name,
                     "shares": [_shares(found) for found in history],
-                    "entropy": [found.get("entropy") for found in history],
+                    "entropy": [_number(found.get("entropy")) for found in history],
                     "by_domain": _by_domain(layer, count),
                 }
             )

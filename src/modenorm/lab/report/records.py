@@ -76,7 +76,7 @@ def read_record(folder: Path) -> Record:
     record = Record(folder)
     if _is_empty(folder):
         return Record(folder, "broken", ["the directory is empty"])
-    record.config = _read_object(record, "config.json", required=True)
+    record.config = _read_object(record, "config.json") or {}
     _read_metrics(record)
     done, failed = (folder / "done").exists(), (folder / "failed").exists()
     if done:
@@ -95,20 +95,18 @@ def read_record(folder: Path) -> Record:
     return record
 
 
-def _read_object(record: Record, name: str, required: bool) -> dict[str, Any]:
+def _read_object(record: Record, name: str) -> dict[str, Any] | None:
     try:
         value = json.loads((record.path / name).read_text())
     except FileNotFoundError:
-        if required:
-            record.problems.append(f"{name} is missing")
-        return {}
+        record.problems.append(f"{name} is missing")
     except (ValueError, OSError, RecursionError) as error:
         record.problems.append(f"{name} cannot be read ({_brief(error)})")
-        return {}
-    if not isinstance(value, dict):
+    else:
+        if isinstance(value, dict):
+            return value
         record.problems.append(f"{name} is not a JSON object")
-        return {}
-    return value
+    return None
 
 
 def _read_metrics(record: Record) -> None:
@@ -132,11 +130,15 @@ def _read_metrics(record: Record) -> None:
 
 
 def _read_result(record: Record) -> None:
-    result = _read_object(record, "result.json", required=True)
-    if result and not (is_number(result.get("final_error")) and is_number(result.get("top_error"))):
-        record.problems.append("result.json has no final_error and top_error")
+    result = _read_object(record, "result.json")
+    if result is None:
         return
-    record.result = result
+    if not (is_number(result.get("final_error")) and is_number(result.get("top_error"))):
+        record.problems.append("result.json has no final_error and top_error")
+    elif not isinstance(result.get("domain_errors", {}), dict):
+        record.problems.append("result.json has domain_errors that are not a JSON object")
+    else:
+        record.result = result
 
 
 def _is_evaluation(entry: Any) -> bool:

@@ -61,7 +61,7 @@
   function setRange(input, count) {
     input.max = Math.max(0, count - 1);
     input.value = Math.min(Number(input.value), count - 1);
-    input.disabled = count < 2;
+    input.disabled = Number(input.max) === Number(input.min);
   }
 
   // Training curves and errors by domain
@@ -102,7 +102,7 @@
     const traces = experiment.variants.filter((v) => v.domains.some(known)).map((variant, place) => ({
       type: "bar", name: plain(variant.label), x: experiment.domains.map(plain),
       y: variant.domains.map((m) => (m ? m.mean : null)), marker: { color: colour(experiment.variants.indexOf(variant)) },
-      error_y: { type: "data", array: variant.domains.map((m) => (m && m.se) || 0), color: style("--ink"), thickness: 1 },
+      error_y: { type: "data", visible: variant.domains.some((m) => m && known(m.se)), array: variant.domains.map((m) => (m && m.se) || 0), color: style("--ink"), thickness: 1 },
       hovertemplate: plain(variant.label) + ", %{x}: %{y:.2f} %<extra></extra>",
     }));
     const title = "Test error by domain, " + experiment.title;
@@ -191,18 +191,28 @@
     setRange($("gallery-layer"), gallery.layers.length);
     const layer = gallery.layers[Number($("gallery-layer").value)];
     setRange($("gallery-mode"), layer.modes.length);
-    const k = Number($("gallery-mode").value), mode = layer.modes[k];
+    const chosen = Number($("gallery-mode").value), all = chosen < 0;
+    const name = all ? `all ${layer.modes.length}` : `mode ${chosen}`;
     $("gallery-layer-name").textContent = layer.name;
     $("gallery-layer").setAttribute("aria-valuetext", layer.name);
-    $("gallery-mode-name").textContent = `${k} of 0 to ${layer.modes.length - 1}`;
-    $("gallery-mode").setAttribute("aria-valuetext", "mode " + k);
-    const domains = {};
-    mode.claims.forEach((claim) => { domains[claim[3]] = (domains[claim[3]] || 0) + 1; });
-    const counted = Object.entries(domains).sort((a, b) => b[1] - a[1]).map(([name, count]) => `${count} ${name}`);
-    $("gallery-text").textContent = `Mode ${k} of ${layer.name} has a share of ${percent(mode.share)} of the ` +
-      `${gallery.numImages.toLocaleString("en")} test images of ${gallery.dataset}. Shown are the ${mode.claims.length} it claims most strongly` +
-      (counted.length > 1 ? ` (${counted.join(", ")}).` : ".") + (layer.findings.length ? " Note: " + layer.findings.join("; ") + "." : "");
-    $("tiles").replaceChildren(...mode.claims.map((claim) => tile(claim, gallery)));
+    $("gallery-mode-name").textContent = name;
+    $("gallery-mode").setAttribute("aria-valuetext", name);
+    $("gallery-text").textContent = `${gallery.numImages.toLocaleString("en")} test images of ${gallery.dataset} were looked at.` +
+      (layer.findings.length ? " Note: " + layer.findings.join("; ") + "." : "");
+    const shown = layer.modes.map((mode, k) => [mode, k]).filter(([, k]) => all || k === chosen);
+    $("tiles").replaceChildren(...shown.flatMap(([mode, k]) => claimed(mode, k, gallery, all ? 12 : mode.claims.length)));
+  }
+
+  function claimed(mode, k, gallery, count) {
+    const claims = mode.claims.slice(0, count), domains = {};
+    claims.forEach((claim) => { domains[claim[3]] = (domains[claim[3]] || 0) + 1; });
+    const counted = Object.entries(domains).sort((a, b) => b[1] - a[1]).map(([name, n]) => `${n} ${name}`);
+    const heading = document.createElement("h4"), list = document.createElement("div");
+    heading.textContent = `Mode ${k}: share ${percent(mode.share)}; strongest ${claims.length}: ${counted.join(", ")}`;
+    list.className = "tiles";
+    list.setAttribute("role", "list");
+    list.append(...claims.map((claim) => tile(claim, gallery)));
+    return [heading, list];
   }
 
   function tile([place, gate, label, domain], gallery) {
@@ -241,7 +251,8 @@
   }
   if (data.galleries.length) {
     fill($("gallery-run"), data.galleries.map((g, i) => [i, g.run === null ? g.dataset : data.runs[g.run].title]));
-    $("gallery-layer").value = $("gallery-mode").value = 0;
+    $("gallery-layer").value = 0;
+    $("gallery-mode").value = -1;
     connect(drawGallery, ["gallery-run", "gallery-layer", "gallery-mode"]);
   }
   window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => redraw.forEach((f) => f()));

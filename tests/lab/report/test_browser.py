@@ -1,0 +1,155 @@
+"""The page in a real browser: no error on its console, and the controls work, also by keyboard.
+
+Needs the package playwright and a Chromium that is installed (make test-browser gets both).
+"""
+
+import json
+import shutil
+
+import pytest
+import torch
+from fake_runs import fake_run
+from torch import nn
+
+import modenorm
+from modenorm.lab.data import ImageSet
+from modenorm.lab.report import Page, make_gallery, read_records, write_page
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
+ARGUMENTS = (
+    "--no-sandbox",
+    "--headless",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
+EVIL = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=list(ARGUMENTS))
+        yield launched
+        launched.close()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    for seed in range(2):
+        fake_run(folder, norm="bn", seed=seed)
+        path = fake_run(folder, norm="mn", modes=3, seed=seed)
+    fake_run(folder, norm="bn", model="resnet20", dataset="cifar10")
+    gallery().save(path)
+    metrics = (path / "metrics.jsonl").read_text()
+    (path / "metrics.jsonl").write_text(metrics.replace("stage1.norm", json.dumps(EVIL)[1:-1]))
+    (folder / "broken").mkdir()
+    return folder
+
+
+def gallery():
+    model = nn.Sequential(modenorm.ModeNorm2d(3, 3), nn.Conv2d(3, 8, 3), modenorm.ModeNorm2d(8, 2))
+    pixels = torch.randint(256, (40, 3, 16, 16), dtype=torch.uint8)
+    zeros = torch.zeros(40, dtype=torch.long)
+    images = ImageSet(pixels, zeros, zeros, (EVIL,), ("noise",))
+    return make_gallery(model.eval(), images, "noise", ((128,) * 3, (64,) * 3), count=10)[0]
+
+
+@pytest.fixture
+def page(request, browser, runs, tmp_path):
+    """The page, opened without a network; complaints of the console fail the test."""
+    write_page(tmp_path / "page.html", read_records([runs]), Page())
+    kind = getattr(request, "param", "desktop")
+    context = browser.new_context(
+        viewport={"width": 390 if kind == "phone" else 1280, "height": 844},
+        color_scheme="dark" if kind == "dark" else "light",
+        offline=True,
+    )
+    opened, complaints = context.new_page(), []
+    opened.on("console", lambda m: complaints.append(m.text) if m.type == "error" else None)
+    opened.on("pageerror", lambda error: complaints.append(str(error)))
+    opened.goto((tmp_path / "page.html").as_uri())
+    opened.wait_for_selector("html[data-ready]")
+    yield opened
+    assert complaints == []
+    assert opened.title() == "Mode normalization: report"  # nothing from the files was run
+    context.close()
+
+
+@pytest.mark.parametrize("page", ["desktop", "phone", "dark"], indirect=True)
+def test_everything_is_drawn_and_nothing_runs_over_the_edge(page):
+    charts = page.locator(".chart .main-svg")
+    assert charts.count() >= 5
+    for chart in page.locator(".chart:visible").all():
+        assert chart.get_attribute("role") == "img"
+        assert len(chart.get_attribute("aria-label")) > 20
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    assert page.locator("#problems li").count() == 1
+    dark = page.evaluate("matchMedia('(prefers-color-scheme: dark)').matches")
+    colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, colour[4:-1].split(","))) < 150) == dark
+
+
+def test_numbers_on_the_page_equal_the_run_files(page, runs):
+    row = page.locator("#results tr", has_text="MN K=3")
+    results = [json.loads(file.read_text()) for file in runs.glob("*mn3*/result.json")]
+    mean = sum(result["final_error"] for result in results) / len(results)
+    assert row.locator("td").first.inner_text().startswith(f"{mean:.2f}")
+    drawn = page.evaluate("document.getElementById('curves-chart').data.map((t) => t.y.at(-1))")
+    files = runs.glob("lenet*/result.json")
+    expected = sorted(json.loads(file.read_text())["final_error"] for file in files)
+    assert sorted(drawn) == pytest.approx(expected, abs=1e-3)
+
+
+def test_experiment_measure_and_scale(page):
+    page.select_option("#experiment", label="resnet20 on cifar10")
+    assert page.locator("#curves-name").inner_text() == "Test error, resnet20 on cifar10"
+    assert page.evaluate("document.getElementById('curves-chart').data.length") == 1
+    page.select_option("#measure", "train_loss")
+    page.select_option("#scale", "log")
+    assert "Training loss" in page.locator("#curves-name").inner_text()
+    kind = page.evaluate("document.getElementById('curves-chart').layout.yaxis.type")
+    assert kind == "log"
+
+
+def test_mode_sliders_by_keyboard(page):
+    page.focus("#modes-layer")
+    assert page.locator("#modes-layer-name").inner_text() == "stage0.norm"
+    page.keyboard.press("ArrowRight")
+    assert page.locator("#modes-layer-name").inner_text() == "stage1.norm"
+    assert "stage1.norm" in page.locator("#shares-name").inner_text()
+    page.select_option("#modes-run", index=1)  # its second layer has an evil name
+    assert page.locator("#modes-layer-name").inner_text() == EVIL
+
+
+def test_gallery_sliders_by_keyboard(page):
+    assert page.locator("#tiles h4").count() == 3
+    assert page.locator(".tile").count() == 30
+    page.focus("#gallery-mode")
+    page.keyboard.press("ArrowRight")
+    assert page.locator("#tiles h4").count() == 1
+    assert page.locator("#gallery-mode-name").inner_text() == "mode 0"
+    page.keyboard.press("End")
+    assert page.locator("#tiles h4").inner_text().startswith("Mode 2: share ")
+    page.focus("#gallery-layer")
+    page.keyboard.press("ArrowRight")
+    assert page.locator("#gallery-layer-name").inner_text() == "2"
+    assert page.locator("#gallery-mode-name").inner_text() == "mode 1"  # this layer has two
+    label = page.locator(".tile i").first.get_attribute("aria-label")
+    assert label.startswith(EVIL)
+
+
+def test_every_control_can_be_reached_by_tab(page):
+    reached = set()
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        reached.add(page.evaluate("document.activeElement.id"))
+    controls = page.evaluate("[...document.querySelectorAll('select, input')].map((e) => e.id)")
+    assert set(controls) <= reached

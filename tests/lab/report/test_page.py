@@ -1,0 +1,253 @@
+"""Numbers on the page equal the run files; nothing on disk can break the page or run in it."""
+
+import json
+import re
+import statistics
+import time
+from pathlib import Path
+
+import pytest
+from fake_runs import fake_run
+from typer.testing import CliRunner
+
+from modenorm.lab.cli import app
+from modenorm.lab.report import Page, PaperNumber, read_records, render
+from modenorm.lab.report.tables import Mean, group, read_table
+
+
+def page_data(html: str) -> dict:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.S)
+    return json.loads(found[1])
+
+
+def read_lines(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def text_of(html: str) -> str:
+    """What a reader sees, without scripts."""
+    html = re.sub(r"<script.*?</script>|<style.*?</style>", "", html, flags=re.S)
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", html))
+
+
+@pytest.fixture
+def runs(tmp_path) -> Path:
+    for seed in range(3):
+        fake_run(tmp_path / "runs", norm="bn", seed=seed)
+        fake_run(tmp_path / "runs", norm="mn", modes=3, seed=seed)
+    return tmp_path / "runs"
+
+
+def test_numbers_equal_the_run_files(runs):
+    html = render(read_records([runs]), Page())
+    data = page_data(html)
+    by_name = {run["name"]: run for run in data["runs"]}
+    assert len(by_name) == 6
+    for path in runs.iterdir():
+        shown, result = by_name[path.name], json.loads((path / "result.json").read_text())
+        metrics = read_lines(path / "metrics.jsonl")
+        for name in ("final_error", "top_error", "domain_errors"):
+            assert shown[name] == result[name]
+        assert shown["samples"] == [m["samples"] for m in metrics]
+        assert shown["test_error"] == pytest.approx([m["test_error"] for m in metrics], abs=1e-4)
+        assert shown["train_loss"] == pytest.approx([m["train_loss"] for m in metrics], abs=1e-5)
+        layers = shown["modes"]["layers"] if shown["modes"] else []
+        assert len(layers) == len(metrics[-1]["modes"])
+        for layer in layers:
+            assert layer["shares"] == [m["modes"][layer["name"]]["shares"] for m in metrics]
+            assert layer["by_domain"] == metrics[-1]["modes"][layer["name"]]["by_domain"]
+
+
+def test_means_over_seeds(runs):
+    html = render(read_records([runs]), Page())
+    errors = [
+        json.loads((path / "result.json").read_text())["final_error"]
+        for path in runs.glob("lenet-builtin-mn3-*")
+    ]
+    mean, se = statistics.fmean(errors), statistics.stdev(errors) / 3**0.5
+    (experiment,) = page_data(html)["experiments"]
+    assert [variant["label"] for variant in experiment["variants"]] == ["BN", "MN K=3"]
+    assert experiment["variants"][1]["final"] == pytest.approx({"mean": mean, "se": se, "n": 3})
+    assert f"{mean:.2f} ± {se:.2f}" in text_of(html)
+    assert experiment["domains"] == ["plain", "odd"]
+
+
+def test_the_papers_number_stands_beside_ours(runs):
+    paper = [PaperNumber("Table 9", 42.17, {"norm": "mn", "modes": 3}, "top_error")]
+    text = text_of(render(read_records([runs]), Page(paper=paper)))
+    assert "42.17 Table 9, compare lowest" in text
+
+
+def test_variants_are_named_by_what_differs(tmp_path):
+    for batch in (64, 128):
+        fake_run(tmp_path, norm="mn", modes=2, batch=batch)
+    (experiment,) = group(read_records([tmp_path]))
+    assert [v.label for v in experiment.variants] == ["MN K=2, batch 128", "MN K=2, batch 64"]
+
+
+def test_a_verdict_is_careful(runs, tmp_path):
+    (experiment,) = group(read_records([runs]))
+    (sentence,) = experiment.sentences()
+    assert sentence.startswith("MN K=3 ends with an error of ")
+    assert "standard error of the difference" in sentence
+    fake_run(tmp_path / "single", norm="bn")
+    fake_run(tmp_path / "single", norm="mn")
+    assert (
+        "with one seed this can be chance"
+        in (group(read_records([tmp_path / "single"]))[0].sentences()[0])
+    )
+
+
+def test_mean():
+    assert str(Mean.of([1.0, 3.0])) == "2.00 ± 1.00"
+    assert str(Mean.of([1.0])) == "1.00"
+    assert Mean.of([]) is None
+
+
+EVIL = "<script>document.title='taken'</script><img src=x onerror=alert(1)>"
+
+
+def test_text_from_files_is_escaped(tmp_path):
+    path = fake_run(tmp_path, norm="mn")
+    config = json.loads((path / "config.json").read_text())
+    config |= {"model": EVIL, "options": {EVIL: EVIL}}
+    (path / "config.json").write_text(json.dumps(config))
+    result = json.loads((path / "result.json").read_text())
+    (path / "result.json").write_text(
+        json.dumps(result | {"device": EVIL, "domain_errors": {EVIL: 1.0, "b": 2.0}})
+    )
+    metrics = (path / "metrics.jsonl").read_text().replace("stage1.norm", EVIL)
+    (path / "metrics.jsonl").write_text(metrics)
+    evil = path.rename(tmp_path / "<script>alert(1)<")
+    (evil / "gallery.json").write_text(EVIL)
+    (tmp_path / "bench.jsonl").write_text(json.dumps({EVIL: EVIL}) + "\n")
+    html = render(read_records([tmp_path]), Page(EVIL, [EVIL], results=[tmp_path / "bench.jsonl"]))
+    own = re.sub(r"<script>\n?/\*\*.*?</script>", "", html, flags=re.S)  # plotly.js
+    assert EVIL not in own
+    assert "<img src=x" not in own
+    assert "<script>alert" not in own
+    assert page_data(html)["runs"][0]["name"] == "<script>alert(1)<"
+
+
+def broken_runs(folder: Path) -> dict[str, str]:
+    """Damaged run directories, and a part of what should be said about each."""
+    (folder / "empty").mkdir(parents=True)
+
+    def damaged(name: str, file: str, content: str | bytes | None) -> None:
+        path = fake_run(folder, norm="bn", seed=len(list(folder.iterdir()))).rename(folder / name)
+        if content is None:
+            (path / file).unlink()
+        else:
+            (path / file).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+    damaged("no-config", "config.json", None)
+    damaged("config-cut-off", "config.json", '{"model": "le')
+    damaged("config-list", "config.json", "[1, 2]")
+    damaged("metrics-binary", "metrics.jsonl", b"\xff\xfe\x00")
+    damaged("metrics-half", "metrics.jsonl", '{"samples": 1, "test_error": 5}\nnonsense\n')
+    damaged("metrics-text", "metrics.jsonl", '{"samples": "many", "test_error": NaN}\n')
+    damaged("metrics-deep", "metrics.jsonl", "[" * 100_000 + "\n")
+    damaged("no-result", "result.json", None)
+    damaged("result-empty", "result.json", "{}")
+    damaged("result-nan", "result.json", '{"final_error": NaN, "top_error": 1}')
+    damaged(
+        "result-list", "result.json", '{"final_error": 2, "top_error": 1, "domain_errors": [1]}'
+    )
+    return {
+        "empty": "the directory is empty",
+        "no-config": "config.json is missing",
+        "config-cut-off": "config.json cannot be read",
+        "config-list": "config.json is not a JSON object",
+        "metrics-binary": "metrics.jsonl cannot be read",
+        "metrics-half": "metrics.jsonl, line 2",
+        "metrics-text": "no evaluation with numbers",
+        "metrics-deep": "metrics.jsonl, line 1",
+        "no-result": "result.json is missing",
+        "result-empty": "result.json has no final_error",
+        "result-list": "domain_errors that are not",
+        "result-nan": "result.json has no final_error",
+    }
+
+
+def test_broken_runs_are_shown_as_such(runs):
+    expected = broken_runs(runs)
+    incomplete = fake_run(runs, norm="gn", done=False)
+    failed = fake_run(runs, norm="mgn", done=False)
+    (failed / "failed").write_text("the loss is no longer finite\n")
+    cut = fake_run(runs, norm="ln", done=False)
+    with (cut / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 60, "sam')
+    records = {record.name: record for record in read_records([runs])}
+    assert len(records) == 6 + len(expected) + 3
+    for name, words in expected.items():
+        assert any(words in problem for problem in records[name].problems), name
+        assert records[name].state == "broken"
+    assert records[incomplete.name].state == records[cut.name].state == "incomplete"
+    assert records[cut.name].problems == []
+    assert records[failed.name].state == "failed"
+    html = render(list(records.values()), Page())
+    text = text_of(html)
+    for words in (*expected, *expected.values(), "the loss is no longer finite"):
+        assert words in text
+    assert f"{len(expected)} runs broken" in text
+    assert "6 runs done" in text
+    finals = [run["final_error"] for run in page_data(html)["runs"]]
+    assert sum(value is not None for value in finals) == 6 + sum(
+        name.startswith(("metrics", "config", "no-config")) for name in expected
+    )
+
+
+def test_odd_modes_in_metrics_are_left_out(tmp_path):
+    path = fake_run(tmp_path, norm="mn")
+    lines = read_lines(path / "metrics.jsonl")
+    lines[-1]["modes"]["stage0.norm"] = {"shares": "all"}
+    lines[-1]["modes"]["stage1.norm"]["by_domain"] = [1]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run,) = page_data(render(read_records([tmp_path]), Page()))["runs"]
+    assert [layer["name"] for layer in run["modes"]["layers"]] == ["stage1.norm"]
+    assert run["modes"]["layers"][0]["by_domain"] == {}
+
+
+def test_the_page_needs_no_network(runs):
+    html = render(read_records([runs]), Page())
+    own = re.sub(r"<script>\n?/\*\*.*?</script>", "", html, flags=re.S)
+    assert not re.search(r"(src|href)=[\"']?(https?:)?//", own)
+    assert "default-src 'none'" in own
+
+
+def test_no_runs_at_all(tmp_path):
+    html = render(read_records([tmp_path]), Page())
+    assert "No run directory was found" in html
+    with pytest.raises(ValueError, match="is not a folder"):
+        read_records([tmp_path / "missing"])
+
+
+def test_measurements_are_tables(tmp_path):
+    file = tmp_path / "bench.jsonl"
+    rows = [{"tensor": "128×6", "us": 14.23456, "device": "H"}, {"tensor": "1×2", "device": "H"}]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    table = read_table(file)
+    assert (table.columns, table.rows) == (["tensor", "us"], [["128×6", "14.23"], ["1×2", ""]])
+    assert table.constants == {"device": "H"}
+    text = text_of(render([], Page(results=[file])))
+    assert "In all rows: device H ." in text
+    assert "14.23" in text
+    assert "cannot be read" in text_of(render([], Page(results=[tmp_path / "none.jsonl"])))
+
+
+def test_200_runs_in_30_seconds_and_10_megabytes(tmp_path):
+    for seed in range(10):
+        for modes in (2, 4, 8):
+            fake_run(tmp_path, 160, 19, model="resnet20", norm="mn", modes=modes, seed=seed)
+        fake_run(tmp_path, 160, 19, model="resnet20", norm="bn", seed=seed)
+        for norm in ("bn", "in", "ln", "gn", "mgn"):
+            for batch in (32, 64, 128):
+                fake_run(tmp_path, 100, 12, norm=norm, batch=batch, seed=seed)
+        fake_run(tmp_path, 35, 110, model="resnet110", norm="mn", seed=seed)
+    began = time.perf_counter()
+    result = CliRunner().invoke(app, ["report", str(tmp_path), "-o", str(tmp_path / "page.html")])
+    seconds, size = time.perf_counter() - began, (tmp_path / "page.html").stat().st_size
+    assert result.exit_code == 0, result.output
+    assert "200 runs (200 done)" in result.output
+    assert seconds < 30
+    assert size < 10e6
