@@ -23,7 +23,7 @@ from modenorm.checks import (
     check_options,
 )
 from modenorm.gates import LinearGate
-from modenorm.kernels import choose_backend, plain, runs_triton, streaming
+from modenorm.kernels import choose_backend, operators, plain, runs_triton, streaming
 from modenorm.kernels.layout import statistics_dtype
 from modenorm.mixing import RunningEstimates
 
@@ -168,6 +168,8 @@ def normalize_modes(
             return _fused_modes(x, gates, estimates, weight, bias, options)
         if not from_batch and isinstance(gates, Tensor):
             return _without_moments(x, gates, estimates, weight, bias, options, backend)
+        if from_batch and mask is None and _compiled_on_gpu(x, gates):
+            return _compiled_modes(x, gates, estimates, weight, bias, options)
         mean, var, counts, affine = _moments(x, backend, mask, with_var=from_batch)
         gates = _gates_of(gates, mean, x, estimates)
         mode_mean, mode_var = _mode_moments(mean, var, counts, gates, estimates, options)
@@ -204,10 +206,10 @@ def normalize_channels(
             pooled, _ = plain.moments(x, with_var=False)
             return y.to(x.dtype), torch.softmax(pooled[..., None] * gate_weight + gate_bias, -1)
         if backend == "fused" and runs_triton(x):
-            from modenorm.kernels import fused
+            from modenorm.kernels import fused_channels
 
-            if x.shape[1] <= fused.MAX_CHANNELS:
-                return fused.mode_group_norm(
+            if x.shape[1] <= fused_channels.MAX_CHANNELS:
+                return fused_channels.mode_group_norm(
                     x, gate_weight, gate_bias, weight, bias, eps, variance == "pixel"
                 )
         mean, var, _, affine = _moments(x, backend, None, with_var=variance == "pixel")
@@ -255,6 +257,37 @@ def _fused_modes(
     return fused.mode_norm_inference(
         x, gate_weight, gate_bias, weight, bias, estimates.mean, estimates.var, options.eps
     )
+
+
+def _compiled_on_gpu(x: Tensor, gates: Tensor | Gate) -> bool:
+    """Whether `torch.compile` is tracing a case that kernels/operators.py has."""
+    known = isinstance(gates, Tensor) or type(gates) is LinearGate
+    return known and torch.compiler.is_compiling() and operators.available(x)
+
+
+def _compiled_modes(
+    x: Tensor,
+    gates: Tensor | Gate,
+    estimates: RunningEstimates | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    options: Options,
+) -> tuple[Tensor, Tensor]:
+    """Streaming passes for Inductor to fuse with their neighbours, the mixing as one operator."""
+    mean, var = plain.moments(x)
+    assert var is not None
+    gate_weight = gate_bias = given = None
+    if isinstance(gates, LinearGate):
+        gate_weight, gate_bias = gates.weight.float(), gates.bias.float()
+    else:
+        given = _gates_of(gates, mean, x, estimates)
+    scale, shift, used, mode_mean, mode_var, mass = operators.mix(
+        mean, var, given, gate_weight, gate_bias, weight, bias, options.eps
+    )
+    if estimates is not None and options.training:
+        batch = mixing.Statistics(mode_mean, mode_var, mass, mass / x.shape[0])
+        mixing.update_running(estimates, batch, options.momentum, options.running_update)
+    return plain.apply(x, mean.detach(), scale, shift), used
 
 
 def _moments(
@@ -393,6 +426,6 @@ def _cast(dtype: torch.dtype, parameter: Tensor | None) -> Tensor | None:
 def _full_precision(x: Tensor) -> contextlib.AbstractContextManager[object]:
     """Autocast would run the mixing's products in half precision."""
     kind = x.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+    if kind != "meta" and torch.is_autocast_enabled(kind):
         return torch.autocast(kind, enabled=False)
     return contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""Each norm as one autograd node on the GPU: a handful of launches each way.
+"""Mode normalization as one autograd node on the GPU: a handful of launches each way.
 
 Forward: moments, gates, statistics, coefficients, apply. Backward: reduce, modes, samples, apply,
 parameters. Kept for backward: x and arrays of (N, C), (N, K) and (K, C). A plan holds the launches
@@ -8,9 +8,7 @@ repeats the forward in plain operators.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,13 +18,22 @@ from torch import Tensor
 from modenorm import mixing
 from modenorm.kernels import plain
 from modenorm.kernels.gpu import Geometry, Passes
-from modenorm.kernels.gpu_channels import MAX_CHANNELS, ChannelMixing
 from modenorm.kernels.gpu_mixing import Mixing
-from modenorm.kernels.launch import Pointer, Slab, current_stream
-from modenorm.kernels.layout import as_dense, interpreting, is_channels_last
+from modenorm.kernels.launch import Slab
+from modenorm.kernels.layout import as_dense
+from modenorm.kernels.plan import (
+    PlanMemory,
+    affine_kind,
+    aligned,
+    dense_like,
+    geometry_of,
+    on_device,
+    plain_backward,
+    pointer,
+)
 from modenorm.mixing import RunningEstimates
 
-__all__ = ["MAX_CHANNELS", "Training", "mode_group_norm", "mode_norm", "mode_norm_inference"]
+__all__ = ["Training", "mode_norm", "mode_norm_inference"]
 
 
 class Training(NamedTuple):
@@ -65,17 +72,17 @@ def mode_norm_inference(
     x = as_dense(x)
     externals = (x, gate_weight, gate_bias, weight, bias, running_mean, running_var)
     num_modes = gate_weight.shape[0]
-    with _on_device(x) as stream:
+    with on_device(x) as stream:
         plan = _plan(
-            _geometry(x),
+            geometry_of(x),
             num_modes,
             eps,
             0.0,
             True,
-            _affine_kind(weight, bias),
+            affine_kind(weight, bias),
             (False,) * 4,
             x.get_device(),
-            _aligned(externals),
+            aligned(externals),
         )
         y, gates, memory = (
             torch.empty_like(x),
@@ -83,7 +90,7 @@ def mode_norm_inference(
             plan.inference.allocate(x.device),
         )
         mean, scale, shift, finite = plan.arrays(plan.inference, memory, "inference")
-        plan.passes.mean(stream, x, mean, mean)
+        plan.passes.moments(stream, x, mean, scale)  # faster than the mean alone
         plan.mixing.gates(stream, mean, mean, gate_weight, gate_bias, gates, finite)
         plan.mixing.coefficients(
             stream,
@@ -91,8 +98,8 @@ def mode_norm_inference(
             gates,
             running_mean,
             running_var,
-            _or(weight, mean),
-            _or(bias, mean),
+            pointer(weight, mean),
+            pointer(bias, mean),
             scale,
             shift,
         )
@@ -101,33 +108,7 @@ def mode_norm_inference(
     return y, gates
 
 
-def mode_group_norm(
-    x: Tensor,
-    gate_weight: Tensor,
-    gate_bias: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    pixel: bool,
-) -> tuple[Tensor, Tensor]:
-    """Y and the gates (N, C, K); pixel takes variances over all values of the channels."""
-    return _ModeGroupNorm.apply(as_dense(x), gate_weight, gate_bias, weight, bias, eps, pixel)
-
-
-class _Memory:
-    """How a plan's small arrays are handed to its launches."""
-
-    def __init__(self, direct: bool) -> None:
-        self.direct = direct and not interpreting()
-        self.warm: set[str] = set()
-
-    def arrays(self, slab: Slab, memory: Tensor, stage: str) -> list[Any]:
-        """Tensors while a stage has kernels to compile, addresses from then on."""
-        known = self.direct and stage in self.warm
-        return slab.addresses(memory) if known else slab.tensors(memory)
-
-
-class _Plan(_Memory):
+class _Plan(PlanMemory):
     """The launches and memory of a mode norm of one size."""
 
     def __init__(
@@ -200,17 +181,17 @@ class _ModeNorm(torch.autograd.Function):
         given = gates if gates is not None else gate_weight
         assert given is not None
         num_modes = given.shape[1] if gates is not None else given.shape[0]
-        with _on_device(x) as stream:
+        with on_device(x) as stream:
             plan = _plan(
-                _geometry(x),
+                geometry_of(x),
                 num_modes,
                 training.eps,
                 training.momentum,
                 gates is None,
-                _affine_kind(weight, bias),
+                affine_kind(weight, bias),
                 _running_kind(running, training.usage),
                 x.get_device(),
-                _aligned((*inputs, *(running or ()))),
+                aligned((*inputs, *(running or ()))),
             )
             y = torch.empty_like(x)
             used = plan.gates_like(x) if gates is None else gates
@@ -219,7 +200,15 @@ class _ModeNorm(torch.autograd.Function):
             scale, shift, finite = plan.arrays(plan.forward, memory, "forward")
             mix = plan.mixing
             plan.passes.moments(stream, x, mean, var)
-            mix.gates(stream, mean, var, _or(gate_weight, mean), _or(gate_bias, mean), used, finite)
+            mix.gates(
+                stream,
+                mean,
+                var,
+                pointer(gate_weight, mean),
+                pointer(gate_bias, mean),
+                used,
+                finite,
+            )
             buffers = running or RunningEstimates(mean, mean)
             mix.statistics(
                 stream,
@@ -229,8 +218,8 @@ class _ModeNorm(torch.autograd.Function):
                 finite,
                 buffers.mean,
                 buffers.var,
-                _or(buffers.num_batches_tracked, mean),
-                _or(buffers.share, mean),
+                pointer(buffers.num_batches_tracked, mean),
+                pointer(buffers.share, mean),
                 mode_mean,
                 mode_var,
                 mass,
@@ -241,8 +230,8 @@ class _ModeNorm(torch.autograd.Function):
                 used,
                 mode_mean,
                 mode_var,
-                _or(weight, mean),
-                _or(bias, mean),
+                pointer(weight, mean),
+                pointer(bias, mean),
                 scale,
                 shift,
             )
@@ -259,10 +248,10 @@ class _ModeNorm(torch.autograd.Function):
         x, gates, gate_weight, gate_bias, weight, bias = inputs
         if torch.is_grad_enabled() or dy is None:
             forward = partial(_plain_forward, eps=ctx.eps)
-            return (*_plain_backward(forward, inputs, ctx.needs_input_grad, dy, dused), None)
-        with _on_device(x) as stream:
+            return (*plain_backward(forward, inputs, ctx.needs_input_grad, dy, dused), None)
+        with on_device(x) as stream:
             plan, stage = ctx.plan, "backward" if dused is None else "backward with gates"
-            dy = _dense_like(dy, x)
+            dy = dense_like(dy, x)
             dx = torch.empty_like(x)
             dweight, dbias, dgate_weight, dgate_bias = (
                 None if p is None else torch.empty_like(p)
@@ -282,13 +271,13 @@ class _ModeNorm(torch.autograd.Function):
                 mode_mean,
                 mode_var,
                 mass,
-                _or(weight, mean),
+                pointer(weight, mean),
                 a,
                 d,
                 u,
                 s,
                 dweight if per_mode else dweights,
-                _or(dbias, mean),
+                pointer(dbias, mean),
             )
             samples = mix.samples_backward if dused is None else mix.samples_backward_extra
             samples(
@@ -300,9 +289,9 @@ class _ModeNorm(torch.autograd.Function):
                 mode_var,
                 u,
                 s,
-                _or(weight, mean),
-                _or(bias, mean),
-                _or(gate_weight, mean),
+                pointer(weight, mean),
+                pointer(bias, mean),
+                pointer(gate_weight, mean),
                 used if dused is None else dused.contiguous(),
                 a,
                 d,
@@ -316,234 +305,19 @@ class _ModeNorm(torch.autograd.Function):
                     mean,
                     dlogits,
                     dweights,
-                    _or(dgate_weight, mean),
-                    _or(dgate_bias, mean),
-                    _or(dweight, mean),
+                    pointer(dgate_weight, mean),
+                    pointer(dgate_bias, mean),
+                    pointer(dweight, mean),
                 )
             plan.warm.add(stage)
         dgates = dlogits if gates is not None else None
         return dx, dgates, dgate_weight, dgate_bias, dweight, dbias, None
 
 
-class _GroupPlan(_Memory):
-    """The launches and memory of a mode group norm of one size."""
-
-    def __init__(
-        self,
-        geometry: Geometry,
-        num_modes: int,
-        eps: float,
-        pixel: bool,
-        affine: tuple[bool, bool, bool],
-        direct: bool,
-    ) -> None:
-        super().__init__(direct)
-        samples, channels, positions = geometry[:3]
-        self.passes = Passes(geometry, direct)
-        self.mixing = ChannelMixing(
-            samples, channels, positions, num_modes, eps, pixel, affine[:2], direct
-        )
-        rows, modes = (samples, channels), (samples, num_modes)
-        self.gates_shape = (samples, channels, num_modes)
-        self.kept = Slab(rows, rows if pixel else (1,), modes, modes)  # mean, var, of the modes
-        self.forward = Slab(rows, rows)  # scale, shift
-        slope = rows if pixel else (1,)
-        self.backward = Slab(rows, rows, rows, rows, slope, (samples, 2 * num_modes))
-
-
-@functools.lru_cache(maxsize=4096)
-def _group_plan(
-    geometry: Geometry,
-    num_modes: int,
-    eps: float,
-    pixel: bool,
-    affine: tuple[bool, bool, bool],
-    device: int,
-    direct: bool,
-) -> _GroupPlan:
-    return _GroupPlan(geometry, num_modes, eps, pixel, affine, direct)
-
-
-class _ModeGroupNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        gate_weight: Tensor,
-        gate_bias: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        eps: float,
-        pixel: bool,
-    ) -> tuple[Tensor, Tensor]:
-        inputs = (x, gate_weight, gate_bias, weight, bias)
-        with _on_device(x) as stream:
-            plan = _group_plan(
-                _geometry(x),
-                gate_weight.shape[0],
-                eps,
-                pixel,
-                _affine_kind(weight, bias),
-                x.get_device(),
-                _aligned(inputs),
-            )
-            y = torch.empty_like(x)
-            gates = torch.empty(plan.gates_shape, device=x.device, dtype=torch.float32)
-            kept, memory = plan.kept.allocate(x.device), plan.forward.allocate(x.device)
-            mean, var, mode_mean, mode_var = plan.arrays(plan.kept, kept, "forward")
-            scale, shift = plan.arrays(plan.forward, memory, "forward")
-            (plan.passes.moments if pixel else plan.passes.mean)(stream, x, mean, var)
-            plan.mixing.forward(
-                stream,
-                mean,
-                var,
-                gate_weight,
-                gate_bias,
-                _or(weight, mean),
-                _or(bias, mean),
-                scale,
-                shift,
-                gates,
-                mode_mean,
-                mode_var,
-            )
-            plan.passes.apply(stream, x, mean, scale, shift, y)
-            plan.warm.add("forward")
-        ctx.save_for_backward(*inputs, gates, kept)
-        ctx.eps, ctx.pixel, ctx.plan = eps, pixel, plan
-        ctx.set_materialize_grads(False)
-        return y, gates
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, dgates: Tensor | None) -> tuple[Tensor | None, ...]:
-        *inputs, gates, kept = ctx.saved_tensors
-        x, gate_weight, _, weight, bias = inputs
-        if torch.is_grad_enabled() or dy is None:
-            forward = partial(_plain_group_forward, eps=ctx.eps, pixel=ctx.pixel)
-            found = _plain_backward(forward, inputs, ctx.needs_input_grad, dy, dgates)
-            return (*found, None, None)
-        with _on_device(x) as stream:
-            plan, stage = ctx.plan, "backward" if dgates is None else "backward with gates"
-            dy = _dense_like(dy, x)
-            dx = torch.empty_like(x)
-            dgate = torch.empty((2, *gate_weight.shape), device=x.device, dtype=torch.float32)
-            dweight, dbias = (None if p is None else torch.empty_like(p) for p in (weight, bias))
-            memory = plan.backward.allocate(x.device)
-            mean, var, mode_mean, mode_var = plan.arrays(plan.kept, kept, stage)
-            a, d, scale, offset, slope, dgate_parts = plan.arrays(plan.backward, memory, stage)
-            mix = plan.mixing
-            plan.passes.reduce_backward(stream, dy, x, mean, d, a)
-            samples = mix.backward if dgates is None else mix.backward_extra
-            samples(
-                stream,
-                mean,
-                var,
-                gates,
-                mode_mean,
-                mode_var,
-                gate_weight,
-                _or(weight, mean),
-                gates if dgates is None else dgates.contiguous(),
-                a,
-                d,
-                scale,
-                slope,
-                offset,
-                dgate_parts,
-            )
-            passes = plan.passes
-            last = passes.apply_backward if ctx.pixel else passes.apply_backward_flat
-            last(stream, dy, x, mean, scale, slope, offset, dx)
-            mix.parameters(
-                stream,
-                mean,
-                mode_mean,
-                mode_var,
-                a,
-                d,
-                dgate_parts,
-                _or(dweight, mean),
-                _or(dbias, mean),
-                dgate,
-            )
-            plan.warm.add(stage)
-        return dx, dgate[0], dgate[1], dweight, dbias, None, None
-
-
-def _geometry(x: Tensor) -> Geometry:
-    num_samples, num_channels = x.shape[:2]
-    num_positions = x.numel() // (num_samples * num_channels)
-    return Geometry(num_samples, num_channels, num_positions, is_channels_last(x), x.dtype)
-
-
-def _affine_kind(weight: Tensor | None, bias: Tensor | None) -> tuple[bool, bool, bool]:
-    return weight is not None, bias is not None, weight is not None and weight.ndim == 2
-
-
 def _running_kind(running: RunningEstimates | None, usage: bool) -> tuple[bool, bool, bool, bool]:
     if running is None:
         return False, False, False, False
     return True, usage, running.num_batches_tracked is not None, running.share is not None
-
-
-def _or(tensor: Tensor | None, other: Pointer) -> Pointer:
-    """A pointer for the kernel, which does not follow it where there is no tensor."""
-    return other if tensor is None else tensor
-
-
-def _aligned(tensors: tuple[Tensor | None, ...]) -> bool:
-    bits = 0
-    for tensor in tensors:
-        if tensor is not None:
-            bits |= tensor.data_ptr()
-    return bits % 16 == 0
-
-
-def _dense_like(dy: Tensor, x: Tensor) -> Tensor:
-    """The upstream gradient in x's order, at an address that the launches can take."""
-    if dy.stride() != x.stride() or dy.data_ptr() % 16:
-        dy = torch.empty_like(x).copy_(dy)
-    return dy
-
-
-@contextlib.contextmanager
-def _on_other_device(x: Tensor) -> Iterator[int]:
-    with torch.cuda.device(x.get_device()):
-        yield current_stream(x)
-
-
-def _on_device(x: Tensor) -> contextlib.AbstractContextManager[int]:
-    """The stream to launch on, with x's device as the current one."""
-    if x.is_cuda and x.get_device() != torch.cuda.current_device():
-        return _on_other_device(x)
-    return contextlib.nullcontext(current_stream(x))
-
-
-def _plain_backward(
-    forward: Callable[..., tuple[Tensor, Tensor]],
-    inputs: list[Tensor | None],
-    needed: tuple[bool, ...],
-    dy: Tensor | None,
-    dgates: Tensor | None,
-) -> list[Tensor | None]:
-    """The gradients by plain differentiable operators, so that they can be differentiated again."""
-    create_graph = torch.is_grad_enabled()
-    with torch.enable_grad():
-        outputs = forward(*inputs)
-        pairs = [(o, d) for o, d in zip(outputs, (dy, dgates), strict=True) if d is not None]
-        wanted = [t for t, need in zip(inputs, needed, strict=False) if need and t is not None]
-        found = torch.autograd.grad(
-            [o for o, _ in pairs],
-            wanted,
-            [d for _, d in pairs],
-            create_graph=create_graph,
-            allow_unused=True,
-        )
-    gradients = iter(found)
-    return [
-        next(gradients) if need and t is not None else None
-        for t, need in zip(inputs, needed, strict=False)
-    ]
 
 
 def _plain_forward(
@@ -563,18 +337,4 @@ def _plain_forward(
         gates = torch.softmax(mean @ gate_weight.t() + gate_bias, dim=1)
     batch = mixing.batch_statistics(mean, var, gates)
     scale, shift = mixing.coefficients(batch.mean, batch.var, gates, mean, weight, bias, eps)
-    return plain.apply(x, mean, scale, shift), gates
-
-
-def _plain_group_forward(
-    x: Tensor,
-    gate_weight: Tensor,
-    gate_bias: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    pixel: bool,
-) -> tuple[Tensor, Tensor]:
-    mean, var = plain.moments(x, with_var=pixel)
-    scale, shift, gates = mixing.channel_modes(mean, var, gate_weight, gate_bias, weight, bias, eps)
     return plain.apply(x, mean, scale, shift), gates

@@ -86,7 +86,7 @@ def measure(case: Case, names: Iterable[str], wall: bool = True) -> Iterator[dic
     floor = _copy_floor(x)
     batch_norm = None
     for name in names:
-        row = {
+        row: dict[str, Any] = {
             "shape": "x".join(map(str, case.shape)),
             "dtype": case.dtype,
             "layout": case.layout,

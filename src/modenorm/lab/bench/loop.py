@@ -14,6 +14,9 @@ __all__ = ["LoopModeNorm"]
 class LoopModeNorm(nn.Module):
     """Algorithm 1 as a loop over K."""
 
+    running_mean: Tensor
+    running_second: Tensor
+
     def __init__(self, num_features: int, num_modes: int, eps: float = 1e-5) -> None:
         super().__init__()
         self.eps = eps

@@ -81,7 +81,7 @@ def _network(name: str, norm: str) -> nn.Module:
             "mgn": lambda channels: modenorm.ModeGroupNorm(channels, modes),
         }
         model = resnet50(norm_layer=layers[kind])
-    return model.to(memory_format=torch.channels_last)
+    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
 def _training_step(

@@ -4,6 +4,7 @@ import sys
 
 import typer
 
+from modenorm.lab.cli.bench import app as bench_app
 from modenorm.lab.cli.data import app as data_app
 from modenorm.lab.cli.demo import demo_command
 from modenorm.lab.cli.report import modes_command, report_command
@@ -21,6 +22,7 @@ app.command("train")(train_command)
 app.command("runs")(list_runs)
 app.command("report")(report_command)
 app.command("modes")(modes_command)
+app.add_typer(bench_app, name="bench")
 
 
 def main() -> None:

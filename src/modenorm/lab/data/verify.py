@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import subprocess
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -18,6 +17,7 @@ from modenorm.lab.data.catalog import MULTITASK, PUBLISHED
 from modenorm.lab.data.files import md5
 from modenorm.lab.data.registry import load
 from modenorm.lab.data.sets import DataError, ImageSet
+from modenorm.lab.provenance import commit
 
 
 @dataclass(frozen=True)
@@ -103,19 +103,10 @@ def write_json(path: Path, verdicts: Iterable[Verdict]) -> None:
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "torch": torch.__version__,
         "numpy": np.__version__,
-        "commit": _commit(),
+        "commit": commit(),
     }
     lines = [json.dumps(asdict(verdict) | provenance) for verdict in verdicts]
     temporary = path.with_name(f"{path.name}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary.write_text("\n".join(lines) + "\n")
     os.replace(temporary, path)
-
-
-def _commit() -> str | None:
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()

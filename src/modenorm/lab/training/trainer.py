@@ -17,6 +17,7 @@ from torch import Tensor
 
 from modenorm.lab.data.loader import DeviceImages, Loader, SampleStream, derive_seed
 from modenorm.lab.models import generator_states, generators, load_generator_states
+from modenorm.lab.provenance import provenance
 from modenorm.lab.training.checkpoint import (
     About,
     Checkpoint,
@@ -27,7 +28,6 @@ from modenorm.lab.training.checkpoint import (
     load_state,
 )
 from modenorm.lab.training.evaluate import count_errors, errors
-from modenorm.lab.training.provenance import provenance
 from modenorm.lab.training.runs import Run
 from modenorm.lab.training.schedule import Schedule
 from modenorm.lab.training.step import Lane, Step, Turns, capture

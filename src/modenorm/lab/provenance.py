@@ -2,6 +2,7 @@
 
 import datetime
 import functools
+import os
 import platform
 import subprocess
 from pathlib import Path
@@ -35,7 +36,12 @@ def device_name(device: torch.device) -> str:
 
 @functools.cache
 def commit() -> str:
-    """The commit of this package's checkout, "+" if it was changed; "unknown" if there is none."""
+    """The commit of this package's checkout, "+" if it was changed; "unknown" if there is none.
+
+    Where a copy of the tree runs without its history, MODENORM_COMMIT names the commit.
+    """
+    if named := os.environ.get("MODENORM_COMMIT"):
+        return named
     git = ["git", "-C", str(Path(modenorm.__file__).parent)]
     try:
         name = _output([*git, "rev-parse", "--short=12", "HEAD"])

@@ -1,0 +1,204 @@
+"""Mode group normalization as one autograd node on the GPU.
+
+Forward: moments, mixing, apply. Backward: reduce, mixing, apply, parameters. See kernels/fused.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modenorm import mixing
+from modenorm.kernels import plain
+from modenorm.kernels.gpu import Geometry, Passes
+from modenorm.kernels.gpu_channels import MAX_CHANNELS, ChannelMixing
+from modenorm.kernels.launch import Slab
+from modenorm.kernels.layout import as_dense
+from modenorm.kernels.plan import (
+    PlanMemory,
+    affine_kind,
+    aligned,
+    dense_like,
+    geometry_of,
+    on_device,
+    plain_backward,
+    pointer,
+)
+
+__all__ = ["MAX_CHANNELS", "mode_group_norm"]
+
+
+def mode_group_norm(
+    x: Tensor,
+    gate_weight: Tensor,
+    gate_bias: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    pixel: bool,
+) -> tuple[Tensor, Tensor]:
+    """Y and the gates (N, C, K); pixel takes variances over all values of the channels."""
+    return _ModeGroupNorm.apply(as_dense(x), gate_weight, gate_bias, weight, bias, eps, pixel)
+
+
+class _GroupPlan(PlanMemory):
+    """The launches and memory of a mode group norm of one size."""
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        num_modes: int,
+        eps: float,
+        pixel: bool,
+        affine: tuple[bool, bool, bool],
+        direct: bool,
+    ) -> None:
+        super().__init__(direct)
+        samples, channels, positions = geometry[:3]
+        self.passes = Passes(geometry, direct)
+        self.mixing = ChannelMixing(
+            samples, channels, positions, num_modes, eps, pixel, affine[:2], direct
+        )
+        rows, modes = (samples, channels), (samples, num_modes)
+        self.gates_shape = (samples, channels, num_modes)
+        self.kept = Slab(rows, rows if pixel else (1,), modes, modes)  # mean, var, of the modes
+        self.forward = Slab(rows, rows)  # scale, shift
+        slope = rows if pixel else (1,)
+        self.backward = Slab(rows, rows, rows, rows, slope, (samples, 2 * num_modes))
+
+
+@functools.lru_cache(maxsize=4096)
+def _group_plan(
+    geometry: Geometry,
+    num_modes: int,
+    eps: float,
+    pixel: bool,
+    affine: tuple[bool, bool, bool],
+    device: int,
+    direct: bool,
+) -> _GroupPlan:
+    return _GroupPlan(geometry, num_modes, eps, pixel, affine, direct)
+
+
+class _ModeGroupNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        gate_weight: Tensor,
+        gate_bias: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        pixel: bool,
+    ) -> tuple[Tensor, Tensor]:
+        inputs = (x, gate_weight, gate_bias, weight, bias)
+        with on_device(x) as stream:
+            plan = _group_plan(
+                geometry_of(x),
+                gate_weight.shape[0],
+                eps,
+                pixel,
+                affine_kind(weight, bias),
+                x.get_device(),
+                aligned(inputs),
+            )
+            y = torch.empty_like(x)
+            gates = torch.empty(plan.gates_shape, device=x.device, dtype=torch.float32)
+            kept, memory = plan.kept.allocate(x.device), plan.forward.allocate(x.device)
+            mean, var, mode_mean, mode_var = plan.arrays(plan.kept, kept, "forward")
+            scale, shift = plan.arrays(plan.forward, memory, "forward")
+            (plan.passes.moments if pixel else plan.passes.mean)(stream, x, mean, var)
+            plan.mixing.forward(
+                stream,
+                mean,
+                var,
+                gate_weight,
+                gate_bias,
+                pointer(weight, mean),
+                pointer(bias, mean),
+                scale,
+                shift,
+                gates,
+                mode_mean,
+                mode_var,
+            )
+            plan.passes.apply(stream, x, mean, scale, shift, y)
+            plan.warm.add("forward")
+        ctx.save_for_backward(*inputs, gates, kept)
+        ctx.eps, ctx.pixel, ctx.plan = eps, pixel, plan
+        ctx.set_materialize_grads(False)
+        return y, gates
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, dgates: Tensor | None) -> tuple[Tensor | None, ...]:
+        *inputs, gates, kept = ctx.saved_tensors
+        x, gate_weight, _, weight, bias = inputs
+        if torch.is_grad_enabled() or dy is None:
+            forward = partial(_plain_group_forward, eps=ctx.eps, pixel=ctx.pixel)
+            found = plain_backward(forward, inputs, ctx.needs_input_grad, dy, dgates)
+            return (*found, None, None)
+        with on_device(x) as stream:
+            plan, stage = ctx.plan, "backward" if dgates is None else "backward with gates"
+            dy = dense_like(dy, x)
+            dx = torch.empty_like(x)
+            dgate = torch.empty((2, *gate_weight.shape), device=x.device, dtype=torch.float32)
+            dweight, dbias = (None if p is None else torch.empty_like(p) for p in (weight, bias))
+            memory = plan.backward.allocate(x.device)
+            mean, var, mode_mean, mode_var = plan.arrays(plan.kept, kept, stage)
+            a, d, scale, offset, slope, dgate_parts = plan.arrays(plan.backward, memory, stage)
+            mix = plan.mixing
+            plan.passes.reduce_backward(stream, dy, x, mean, d, a)
+            samples = mix.backward if dgates is None else mix.backward_extra
+            samples(
+                stream,
+                mean,
+                var,
+                gates,
+                mode_mean,
+                mode_var,
+                gate_weight,
+                pointer(weight, mean),
+                gates if dgates is None else dgates.contiguous(),
+                a,
+                d,
+                scale,
+                slope,
+                offset,
+                dgate_parts,
+            )
+            passes = plan.passes
+            last = passes.apply_backward if ctx.pixel else passes.apply_backward_flat
+            last(stream, dy, x, mean, scale, slope, offset, dx)
+            mix.parameters(
+                stream,
+                mean,
+                mode_mean,
+                mode_var,
+                a,
+                d,
+                dgate_parts,
+                pointer(dweight, mean),
+                pointer(dbias, mean),
+                dgate,
+            )
+            plan.warm.add(stage)
+        return dx, dgate[0], dgate[1], dweight, dbias, None, None
+
+
+def _plain_group_forward(
+    x: Tensor,
+    gate_weight: Tensor,
+    gate_bias: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    pixel: bool,
+) -> tuple[Tensor, Tensor]:
+    mean, var = plain.moments(x, with_var=pixel)
+    scale, shift, gates = mixing.channel_modes(mean, var, gate_weight, gate_bias, weight, bias, eps)
+    return plain.apply(x, mean, scale, shift), gates

@@ -1,0 +1,111 @@
+"""What the fused nodes share: where a call's memory is, and how it differentiates twice."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modenorm.kernels.gpu import Geometry
+from modenorm.kernels.launch import Pointer, Slab, current_stream
+from modenorm.kernels.layout import interpreting, is_channels_last
+
+__all__ = [
+    "PlanMemory",
+    "affine_kind",
+    "aligned",
+    "dense_like",
+    "geometry_of",
+    "on_device",
+    "plain_backward",
+    "pointer",
+]
+
+
+class PlanMemory:
+    """How a plan's small arrays are handed to its launches."""
+
+    def __init__(self, direct: bool) -> None:
+        self.direct = direct and not interpreting()
+        self.warm: set[str] = set()
+
+    def arrays(self, slab: Slab, memory: Tensor, stage: str) -> list[Any]:
+        """Tensors while a stage has kernels to compile, addresses from then on."""
+        known = self.direct and stage in self.warm
+        return slab.addresses(memory) if known else slab.tensors(memory)
+
+
+def geometry_of(x: Tensor) -> Geometry:
+    """Size and order of a dense tensor."""
+    num_samples, num_channels = x.shape[:2]
+    num_positions = x.numel() // (num_samples * num_channels)
+    return Geometry(num_samples, num_channels, num_positions, is_channels_last(x), x.dtype)
+
+
+def affine_kind(weight: Tensor | None, bias: Tensor | None) -> tuple[bool, bool, bool]:
+    """Whether there is a weight, a bias, and one per mode."""
+    return weight is not None, bias is not None, weight is not None and weight.ndim == 2
+
+
+def pointer(tensor: Tensor | None, other: Pointer) -> Pointer:
+    """A pointer for the kernel, which does not follow it where there is no tensor."""
+    return other if tensor is None else tensor
+
+
+def aligned(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Whether all addresses are multiples of 16, as direct launches need."""
+    bits = 0
+    for tensor in tensors:
+        if tensor is not None:
+            bits |= tensor.data_ptr()
+    return bits % 16 == 0
+
+
+def dense_like(dy: Tensor, x: Tensor) -> Tensor:
+    """The upstream gradient in x's order, at an address that the launches can take."""
+    if dy.stride() != x.stride() or dy.data_ptr() % 16:
+        dy = torch.empty_like(x).copy_(dy)
+    return dy
+
+
+@contextlib.contextmanager
+def _on_other_device(x: Tensor) -> Iterator[int]:
+    with torch.cuda.device(x.get_device()):
+        yield current_stream(x)
+
+
+def on_device(x: Tensor) -> contextlib.AbstractContextManager[int]:
+    """The stream to launch on, with x's device as the current one."""
+    if x.is_cuda and x.get_device() != torch.cuda.current_device():
+        return _on_other_device(x)
+    return contextlib.nullcontext(current_stream(x))
+
+
+def plain_backward(
+    forward: Callable[..., tuple[Tensor, Tensor]],
+    inputs: list[Tensor | None],
+    needed: tuple[bool, ...],
+    dy: Tensor | None,
+    dgates: Tensor | None,
+) -> list[Tensor | None]:
+    """The gradients by plain differentiable operators, so that they can be differentiated again."""
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        outputs = forward(*inputs)
+        pairs = [(o, d) for o, d in zip(outputs, (dy, dgates), strict=True) if d is not None]
+        wanted = [t for t, need in zip(inputs, needed, strict=False) if need and t is not None]
+        found = torch.autograd.grad(
+            [o for o, _ in pairs],
+            wanted,
+            [d for _, d in pairs],
+            create_graph=create_graph,
+            allow_unused=True,
+        )
+    gradients = iter(found)
+    return [
+        next(gradients) if need and t is not None else None
+        for t, need in zip(inputs, needed, strict=False)
+    ]

@@ -1,0 +1,152 @@
+"""`modenorm bench layer|model`: how long norms take, beside torch's and the copy floor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from modenorm.lab.bench.layer import CPU_SHAPES, GPU_SHAPES, Case, measure, norm_names
+from modenorm.lab.bench.model import measure_model, model_names
+from modenorm.lab.provenance import provenance
+
+app = typer.Typer(help="Measure speed and memory against torch's norms.", no_args_is_help=True)
+
+LAYER_COLUMNS = {
+    "device_us": "device µs",
+    "to_bn": "× BN",
+    "to_floor": "× floor",
+    "gb_per_s": "GB/s",
+    "eager_us": "eager µs",
+    "eager_to_bn": "× BN",
+    "eval_us": "eval µs",
+    "memory_to_bn": "memory × BN",
+}
+MODEL_COLUMNS = {
+    "step_us": "step µs",
+    "to_bn": "× BN",
+    "images_per_s": "images/s",
+    "memory_to_bn": "memory × BN",
+}
+
+
+@app.command("layer")
+def layer_command(
+    shapes: list[str] = typer.Option([], "--shape", help="N×C×H×W, such as 256x64x56x56."),
+    dtypes: list[str] = typer.Option([], "--dtype", help="float32, bfloat16, float16."),
+    layouts: list[str] = typer.Option(["NCHW", "NHWC"], "--layout", help="NCHW or NHWC."),
+    modes: list[int] = typer.Option([1, 2, 4, 8], "--modes", help="K of the mode norms."),
+    loop: bool = typer.Option(True, help="Also time a plain loop over K as people write it."),
+    output: Path | None = typer.Option(None, "--output", "-o", help="JSON lines to write."),
+) -> None:
+    """Forward and backward of one layer: device time, eager time, memory.
+
+    Each norm is first compared with the reference, and not timed if it is wrong. Device time is by
+    CUDA-graph replay; the floor is four copies of the tensor, eight reads and writes.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    default = GPU_SHAPES if device == "cuda" else CPU_SHAPES
+    sizes = [_shape(text) for text in shapes] or list(default)
+    kinds = dtypes or (["float32", "bfloat16"] if device == "cuda" else ["float32"])
+    names = norm_names(modes, loop)
+    console = Console()
+    _report_conditions(console, device)
+    rows: list[dict[str, Any]] = []
+    for shape in sizes:
+        for dtype in kinds:
+            for layout in layouts:
+                case = Case(shape, dtype, layout, device)
+                measured = list(_with_provenance(measure(case, names), device))
+                title = f"{'×'.join(map(str, shape))} {dtype} {layout}, floor "
+                title += f"{measured[0]['floor_us']:.0f} µs"
+                console.print(_table(title, measured, LAYER_COLUMNS))
+                rows += measured
+    _write(output, rows, console)
+
+
+@app.command("model")
+def model_command(
+    models: list[str] = typer.Option([], "--model", help="resnet18, resnet50 (torchvision's)."),
+    batch: int = typer.Option(256, help="Images in a batch."),
+    size: int = typer.Option(224, help="Side of the images."),
+    dtype: str = typer.Option("bfloat16", help="Autocast to this type."),
+    norms: list[str] = typer.Option(["bn", "mn2", "mn8", "mgn2"], "--norm", help="Norms and K."),
+    compiled: bool = typer.Option(True, help="Also measure under torch.compile."),
+    output: Path | None = typer.Option(None, "--output", "-o", help="JSON lines to write."),
+) -> None:
+    """A whole training step of a network, channels_last: wall time and memory."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    console = Console()
+    _report_conditions(console, device)
+    rows: list[dict[str, Any]] = []
+    for name in models or model_names():
+        for mode in (False, True)[: 1 + compiled]:
+            measured = list(
+                _with_provenance(
+                    measure_model(
+                        name,
+                        batch=batch,
+                        size=size,
+                        dtype=dtype,
+                        norms=norms,
+                        compiled=[mode],
+                        device=device,
+                    ),
+                    device,
+                )
+            )
+            title = f"{name}, N={batch}, {size}×{size}, {dtype}, "
+            title += "torch.compile" if mode else "eager"
+            console.print(_table(title, measured, MODEL_COLUMNS))
+            rows += measured
+    _write(output, rows, console)
+
+
+def _shape(text: str) -> tuple[int, int, int, int]:
+    parts = text.lower().replace("×", "x").split("x")
+    if len(parts) != 4 or not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise ValueError(f"shape is {text!r}; it must be four sizes such as 256x64x56x56")
+    n, c, h, w = map(int, parts)
+    return n, c, h, w
+
+
+def _with_provenance(rows: Iterable[dict[str, Any]], device: str) -> Iterator[dict[str, Any]]:
+    about = provenance(torch.device(device))
+    for row in rows:
+        yield row | about
+
+
+def _report_conditions(console: Console, device: str) -> None:
+    about = provenance(torch.device(device))
+    console.print(f"{about['device']}, torch {about['torch']}, commit {about['commit']}")
+
+
+def _table(title: str, rows: list[dict[str, Any]], columns: dict[str, str]) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column("norm")
+    shown = [name for name in columns if any(row.get(name) is not None for row in rows)]
+    for name in shown:
+        table.add_column(columns[name], justify="right")
+    for row in rows:
+        table.add_row(row["norm"], *(_number(row.get(name)) for name in shown))
+    return table
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.2f}" if value < 20 else f"{value:,.0f}"
+
+
+def _write(path: Path | None, rows: list[dict[str, Any]], console: Console) -> None:
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    console.print(f"wrote {len(rows)} lines to {path}")
