@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import modenorm
 from compare import assert_close
 from modenorm import replace_batchnorm, to_batchnorm
 from modenorm.substitutes import ModeNormAct2d, ModeNormNd
+from test_docs import code_blocks
 
 # Lazy modules say that they are new; quantization and scripting that they are old.
 LAZY = pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
@@ -197,7 +199,8 @@ def test_hooks_are_carried_over_and_can_be_removed():
 
 def test_sync_batch_norm_takes_any_rank():
     norm = trained(nn.SyncBatchNorm(3)).eval()
-    layer = replace_batchnorm(nn.Sequential(norm).eval())["0"]
+    with pytest.warns(UserWarning, match="statistics over all processes.*: 0"):
+        layer = replace_batchnorm(nn.Sequential(norm).eval())["0"]
     assert type(layer) is ModeNormNd
     for shape in ((6, 3), *INPUTS.values()):
         x = torch.randn(shape)
@@ -370,6 +373,8 @@ def test_frozen_batch_norm_classes_are_left_and_mentioned():
     model = nn.Sequential(nn.BatchNorm2d(3), FrozenBatchNorm2d(3))
     with pytest.warns(UserWarning, match=r"left as they are.*1 \(FrozenBatchNorm2d\)"):
         assert list(replace_batchnorm(model)) == ["0"]
+    model = nn.Sequential(nn.BatchNorm2d(3), FrozenBatchNorm2d(3))
+    assert list(replace_batchnorm(model, where="0")) == ["0"]
     with pytest.raises(ValueError, match="1 FrozenBatchNorm2d"):
         replace_batchnorm(nn.Sequential(FrozenBatchNorm2d(3)))
 
@@ -721,3 +726,12 @@ def test_conversion_warns_about_nothing_else():
         model = small_model()
         replace_batchnorm(model)
         to_batchnorm(model)
+
+
+def test_the_documentation():
+    """The blocks of the page, one after the other, in one namespace."""
+    page = Path(__file__).parents[1] / "docs" / "conversion.md"
+    blocks, namespace = code_blocks(page.read_text()), {}
+    assert len(blocks) > 5
+    for number, block in enumerate(blocks, start=1):
+        exec(compile(block, f"{page.name}, code block {number}", "exec"), namespace)

@@ -2,6 +2,9 @@
 
 import copy
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -323,3 +326,25 @@ def test_fusion_for_quantization_refuses_mode_norms_and_takes_them_back():
     prepared = quantization.prepare_qat(fused)
     assert type(prepared[0]).__name__ == "ConvBnReLU2d"
     assert prepared(images()).isfinite().all()
+
+
+# Examples.
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+RESULTS = {
+    "finetune_mixture": r"Modes change the error by",
+    "domain_specific": r"domain-specific  ",
+    "custom_gate": r"Share of mode 1",
+}
+
+
+def test_every_example_is_here():
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*RESULTS, "shared"}
+
+
+@pytest.mark.parametrize(("name", "result"), RESULTS.items())
+def test_examples(name, result):
+    command = [sys.executable, "-W", "error", EXAMPLES / f"{name}.py", "--quick"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert result in run.stdout

@@ -144,7 +144,7 @@ def replace_batchnorm(
         norms[module] = _mode_norm(module, name, modes[module], options, fallback)
         adapter = adapters.get(type(module))
         replaced[module] = adapter(module, norms[module]) if adapter else norms[module]
-    _warn_about(found, model)
+    _warn_about(found, model, mention_left=where is None)
     if optimizer is not None:
         add_gates(optimizer, {found[module]: (module, norm) for module, norm in norms.items()})
     _swap(model, replaced)
@@ -247,7 +247,14 @@ def _take_statistics(old: Any, layer: ModeNorm) -> None:
         layer.running_share.copy_(layer.num_batches_tracked / layer.num_modes)
 
 
-def _warn_about(found: dict[nn.Module, str], model: nn.Module) -> None:
+def _warn_about(found: dict[nn.Module, str], model: nn.Module, mention_left: bool) -> None:
+    synced = [name for module, name in found.items() if isinstance(module, nn.SyncBatchNorm)]
+    if synced:
+        warnings.warn(
+            f"these norms took their statistics over all processes, and now take them over one: "
+            f"{listed(synced)}. Each process needs batches large enough for its modes",
+            stacklevel=3,
+        )
     still = [
         name
         for m, name in found.items()
@@ -262,7 +269,7 @@ def _warn_about(found: dict[nn.Module, str], model: nn.Module) -> None:
             stacklevel=3,
         )
     left = [f"{name} ({type(m).__name__})" for name, m in model.named_modules() if _is_frozen(m)]
-    if left:
+    if left and mention_left:
         warnings.warn(
             f"left as they are, since their statistics and parameters are constants: "
             f"{listed(left)}. Load the model with batch norms to convert these",
