@@ -416,6 +416,7 @@ BAD = {
     "container": ({"where": "layer1"}, r"use 'layer1\.\*' for what is inside"),
     "no patterns": ({"where": []}, "selects none of the 5 batch norms"),
     "predicate": ({"where": lambda name, norm: False}, "selects none of the 5"),
+    "no pattern": ({"where": 3}, "where is 3; expected a name pattern"),
     "modes": ({"num_modes": 0}, "num_modes is 0; it must be an integer of at least 1"),
     "no modes": ({"num_modes": 2.0}, "num_modes is 2.0"),
     "modes of a pattern": ({"num_modes": {"*": True}}, "num_modes is True"),
@@ -453,6 +454,12 @@ def test_a_model_without_batch_norm():
         replace_batchnorm(nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3)))
     with pytest.raises(ValueError, match="no norm at all"):
         replace_batchnorm(nn.Linear(3, 3))
+
+
+def test_not_a_model():
+    for convert in (replace_batchnorm, to_batchnorm):
+        with pytest.raises(ValueError, match=r"expected an nn\.Module"):
+            convert("resnet18")
 
 
 def test_a_model_that_is_converted_already():

@@ -23,6 +23,8 @@ SHARDED = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 
 def check_model(model: nn.Module) -> None:
     """Refuse models whose layers can't be exchanged, or not any more."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is {model!r}; expected an nn.Module")
     for name, module in model.named_modules():
         kind, at = type(module).__name__, f" at {name!r}" if name else ""
         if isinstance(module, torch.jit.ScriptModule):
@@ -75,6 +77,11 @@ def select(
     if callable(where):
         matches = where
     else:
+        if not isinstance(where, str | Iterable):
+            raise ValueError(
+                f'where is {where!r}; expected a name pattern, several, "first", or a function of '
+                f"(name, module)"
+            )
         patterns = [where] if isinstance(where, str) else list(where)
         _check_patterns("where", patterns, norms.values())
 
