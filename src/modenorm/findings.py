@@ -152,11 +152,11 @@ class ModeReport:
 
 
 HEADINGS = (
-    "share of each mode %",
-    "gate entropy bits",
+    "share %",
+    "entropy bits",
     "effective modes",
-    "effective size per batch",
-    "least distance σ",
+    "effective size",
+    "distance σ",
     "class bits",
     "domain bits",
 )
@@ -170,7 +170,7 @@ def _cells(layer: LayerReport) -> list[str]:
         " ".join(f"{100 * share:.1f}" for share in layer.shares),
         f"{layer.entropy:.3f}",
         f"{layer.effective_modes:.2f}",
-        " ".join(f"{size:.1f}" for size in layer.effective_size),
+        " ".join(f"{size:.0f}" for size in layer.effective_size),
         f"{min(distances):.2f}" if distances else "",
         *("" if bits is None else f"{bits:.3f}" for bits in information),
     ]

@@ -25,7 +25,7 @@ from modenorm.checks import (
 from modenorm.gates import LinearGate
 from modenorm.kernels import choose_backend, operators, plain, runs_triton, streaming
 from modenorm.kernels.layout import statistics_dtype
-from modenorm.mixing import RunningEstimates
+from modenorm.mixing import RunningEstimates, autocasting, product
 
 __all__ = ["mode_group_norm", "mode_norm"]
 
@@ -335,7 +335,9 @@ def _without_moments(
     assert estimates is not None
     gates = _gates_of(gates, x, x, estimates)
     mode_mean, mode_var = (t.to(gates.dtype) for t in (estimates.mean, estimates.var))
-    centre = gates.detach() @ mode_mean  # y does not depend on it, and backward keeps no buffer
+    centre = product(
+        gates.detach(), mode_mean
+    )  # y does not depend on it, and backward keeps no buffer
     scale, shift = mixing.coefficients(
         mode_mean, mode_var, gates, centre, weight, bias, options.eps
     )
@@ -424,8 +426,7 @@ def _cast(dtype: torch.dtype, parameter: Tensor | None) -> Tensor | None:
 
 
 def _full_precision(x: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Autocast would run the mixing's products in half precision."""
-    kind = x.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind):
-        return torch.autocast(kind, enabled=False)
+    """Keeps a gate of the user's own in full precision; compiled, it follows autocast."""
+    if autocasting(x) and not torch.compiler.is_compiling():
+        return torch.autocast(x.device.type, enabled=False)
     return contextlib.nullcontext()

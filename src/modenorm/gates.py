@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from modenorm.buffers import Float32Buffers, recomputing, running_dtype
+from modenorm.mixing import product
 
 __all__ = ["LinearGate", "StandardizedGate", "make_gate"]
 
@@ -61,7 +61,8 @@ class LinearGate(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """Logits of each sample's modes."""
-        return F.linear(features, self.weight.to(features.dtype), self.bias.to(features.dtype))
+        weight, bias = self.weight.to(features.dtype), self.bias.to(features.dtype)
+        return product(features, weight.t()) + bias
 
     def extra_repr(self) -> str:
         """Sizes, as in `nn.Linear`."""

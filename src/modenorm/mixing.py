@@ -19,9 +19,11 @@ from torch import Tensor
 __all__ = [
     "RunningEstimates",
     "Statistics",
+    "autocasting",
     "batch_statistics",
     "channel_modes",
     "coefficients",
+    "product",
     "update_running",
 ]
 
@@ -44,6 +46,18 @@ class RunningEstimates(NamedTuple):
     share: Tensor | None = None  # (K,), summed shares, for momentum=None with "usage"
 
 
+def autocasting(x: Tensor) -> bool:
+    """Whether products with x would run in autocast's half type."""
+    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """The matrix product in the tensors' own type, whatever autocast says."""
+    if autocasting(left):
+        return (left[:, :, None] * right).sum(1)
+    return left @ right
+
+
 def batch_statistics(
     mean: Tensor, var: Tensor, gates: Tensor, counts: Tensor | None = None
 ) -> Statistics:
@@ -62,9 +76,9 @@ def batch_statistics(
         gates = gates * counts[:, None]
     mass = gates.sum(0)  # (K,)
     weights = (gates / mass.clamp_min(torch.finfo(gates.dtype).tiny)).t()  # (K, N), rows sum to 1
-    mode_mean = weights @ mean
+    mode_mean = product(weights, mean)
     between = (mean - mode_mean[:, None]) ** 2  # (K, N, C)
-    mode_var = torch.einsum("kn,knc->kc", weights, var + between)
+    mode_var = (weights[:, :, None] * (var + between)).sum(1)
     return Statistics(mode_mean, mode_var, mass, mass / total)
 
 
@@ -88,10 +102,10 @@ def coefficients(
     offset = inverse * (centre[:, None] - mode_mean)  # (N, K, C)
     if bias is not None and bias.ndim == 2:
         offset = offset + bias
-    shift = torch.einsum("nk,nkc->nc", gates, offset)
+    shift = (gates[:, :, None] * offset).sum(1)
     if bias is not None and bias.ndim == 1:
         shift = shift + bias
-    return gates @ inverse, shift
+    return product(gates, inverse), shift
 
 
 def channel_modes(

@@ -1,9 +1,11 @@
 """`modenorm demo`."""
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -55,10 +57,21 @@ def demo_command(
         raise typer.Exit(1)
 
 
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Tensors this small gain nothing from a second thread, and lose when other work is running."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def _train(data: DataSet, runs: Path, epochs: int, seeds: int, device: str | None) -> list[Outcome]:
     console, configs = Console(stderr=True), demo_configs(epochs, range(seeds))
     try:
-        with ProgressReport(console) as report:
+        with ProgressReport(console) as report, _one_thread():
             return train_many(
                 configs,
                 runs,

@@ -64,7 +64,8 @@ def modes_command(
 ) -> None:
     """Show which test images each mode of a trained model claims, and what its modes are used for.
 
-    With a run's folder the gallery is also kept there, for `modenorm report` to show.
+    With a run's folder, and without --layer, the gallery is also kept there, for `modenorm report`
+    to show.
     """
     kind = output.suffix.lower()
     if kind not in (".html", *PICTURES):
@@ -75,7 +76,7 @@ def modes_command(
     images = load(name, data, size=checkpoint.config.image_size).test
     scaling = (checkpoint.about.mean, checkpoint.about.std)
     gallery, report = make_gallery(model, images, name, scaling, layers=layer, count=count)
-    if path.is_dir():
+    if path.is_dir() and not layer:
         gallery.save(path)
     if json is not None:
         write_whole(json, report.to_json().encode())
@@ -90,7 +91,7 @@ def modes_command(
 
 def _record(path: Path, checkpoint: Checkpoint, gallery: Gallery) -> Record:
     if path.is_dir():
-        return read_record(path)
+        return dataclasses.replace(read_record(path), gallery=gallery)
     config, metrics = dataclasses.asdict(checkpoint.config), checkpoint.position.metrics
     return Record(path, config=config, metrics=metrics, gallery=gallery)
 
