@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from io import BytesIO
 from pathlib import Path
@@ -235,25 +235,31 @@ def encode(picture: Image.Image, kind: str, **options: Any) -> bytes:
 
 
 def contact_sheet(gallery: Gallery, scale: int = 2, columns: int = 12) -> Image.Image:
-    """The gallery as one picture: a block for each layer, in it a block of images for each mode."""
-    step = gallery.tile * scale + 4
-    margin, heading = 16, 34
-    source = Image.open(BytesIO(gallery.picture)).convert("RGB")
-    rows = max(math.ceil(len(m.claims) / columns) for layer in gallery.layers for m in layer.modes)
-    block = (columns * step + margin, rows * step + heading)
-    most = max(len(layer.modes) for layer in gallery.layers)
-    size = (most * block[0] + margin, len(gallery.layers) * block[1] + margin)
-    sheet = Image.new("RGB", size, "white")
-    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(16)
-    for r, layer in enumerate(gallery.layers):
-        for k, mode in enumerate(layer.modes):
-            left, top = margin + k * block[0], margin + r * block[1]
-            words = f"{layer.name or 'model'}, mode {k}: {100 * mode.share:.1f} % of images"
-            draw.text((left, top), words, "black", font)
-            for i, claim in enumerate(mode.claims):
-                place = (left + i % columns * step, top + heading - 8 + i // columns * step)
-                sheet.paste(_tile(source, claim.tile, gallery.tile, scale), place)
+    """The gallery as one picture: a block of images for each mode, two beside each other."""
+    blocks = [(layer, k) for layer in gallery.layers for k in range(len(layer.modes))]
+    places = list(_places(gallery))
+    step, margin, heading = gallery.tile * scale + 4, 16, 34
+    rows = max(math.ceil(len(layer.modes[k].claims) / columns) for layer, k in blocks)
+    width, height = columns * step + margin, rows * step + heading
+    size = (2 * width + margin, (max(y for _, y in places) + 1) * height + margin)
+    sheet, source = Image.new("RGB", size, "white"), Image.open(BytesIO(gallery.picture))
+    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(18)
+    for (layer, k), (x, y) in zip(blocks, places, strict=True):
+        left, top, mode = margin + x * width, margin + y * height, layer.modes[k]
+        words = f"{layer.name or 'model'}, mode {k}: share {100 * mode.share:.1f} %"
+        draw.text((left, top), words, "black", font)
+        for i, claim in enumerate(mode.claims):
+            place = (left + i % columns * step, top + heading - 8 + i // columns * step)
+            sheet.paste(_tile(source, claim.tile, gallery.tile, scale), place)
     return sheet
+
+
+def _places(gallery: Gallery) -> Iterator[tuple[int, int]]:
+    """Column and row of every mode's block; each layer begins a row."""
+    row = 0
+    for layer in gallery.layers:
+        yield from ((k % 2, row + k // 2) for k in range(len(layer.modes)))
+        row += math.ceil(len(layer.modes) / 2)
 
 
 def _tile(source: Image.Image, number: int, tile: int, scale: int) -> Image.Image:

@@ -90,7 +90,7 @@
     draw("curves-chart", traces, "training images seen", unit,
       { yaxis: { type: scale, rangemode: scale === "log" ? "normal" : "tozero" } });
     const finals = experiment.variants.filter((v) => v.final).map((v) => `${v.label} ${withError(v.final)} %`);
-    describe("curves", title, `${traces.length} trainings over training images seen.` +
+    describe("curves", title, `${traces.length} training${traces.length === 1 ? "" : "s"}, over the number of training images seen.` +
       (finals.length ? ` Final test errors: ${finals.join("; ")}.` : ""));
     table("curves-table", ["Norm", "Seed", "Images seen", unit], rows);
     drawDomains(experiment);
@@ -154,7 +154,7 @@
     const title = "Share of the modes in every layer at the end";
     draw("layers-chart", modeTraces(ends, names.map(plain), "bar"), "layer", "share of test images (%)",
       { yaxis: full, barmode: "stack", xaxis: { type: "category" } });
-    describe("layers", title, `${names.length} layers of ${run.title}.`);
+    describe("layers", title, `${names.length} layer${names.length === 1 ? "" : "s"} of ${run.title}.`);
     const width = Math.max(...ends.map((e) => e.length));
     table("modes-table", ["Layer", ...Array.from({ length: width }, (_, k) => "mode " + k + " %"), "entropy (bits)"],
       modes.layers.map((l, i) => [names[i], ...Array.from({ length: width }, (_, k) => (known(ends[i][k]) ? number(100 * ends[i][k], 1) : "")),
@@ -204,11 +204,11 @@
   }
 
   function claimed(mode, k, gallery, count) {
-    const claims = mode.claims.slice(0, count), domains = {};
-    claims.forEach((claim) => { domains[claim[3]] = (domains[claim[3]] || 0) + 1; });
-    const counted = Object.entries(domains).sort((a, b) => b[1] - a[1]).map(([name, n]) => `${n} ${name}`);
+    const claims = mode.claims.slice(0, count), several = new Set(claims.map((claim) => claim[3])).size > 1, kinds = {};
+    claims.map((claim) => claim[several ? 3 : 2]).forEach((kind) => { kinds[kind] = (kinds[kind] || 0) + 1; });
+    const counted = Object.entries(kinds).sort((a, b) => b[1] - a[1]).slice(0, 4).map(([name, n]) => `${n} ${name}`);
     const heading = document.createElement("h4"), list = document.createElement("div");
-    heading.textContent = `Mode ${k}: share ${percent(mode.share)}; strongest ${claims.length}: ${counted.join(", ")}`;
+    heading.textContent = `Mode ${k}: share ${percent(mode.share)}; among the strongest ${claims.length}: ${counted.join(", ")}`;
     list.className = "tiles";
     list.setAttribute("role", "list");
     list.append(...claims.map((claim) => tile(claim, gallery)));
