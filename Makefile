@@ -11,6 +11,7 @@ demo: $(STAMP)
 
 test: lint
 	$(BIN)/pytest -n 2
+	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 tests/kernels
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -23,7 +24,7 @@ format: $(STAMP)
 
 # On a machine with a GPU, with whatever Python environment is active there.
 test-gpu:
-	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -p no:cacheprovider
+	PYTHONPATH=src $(PYTHON) tests/record_gpu.py results/test_gpu.json
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -6,6 +6,10 @@ import random
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from modenorm.lab.report import Gallery
+from modenorm.lab.report.gallery import Claim, LayerClaims, ModeClaims, tile_picture
 from modenorm.lab.training import TrainConfig
 
 PROVENANCE = {
@@ -15,6 +19,20 @@ PROVENANCE = {
     "commit": "abc",
     "date": "2026-01-01",
 }
+
+
+def fake_gallery(layers: int, count: int) -> Gallery:
+    """A gallery of noise, which compresses worse than any photograph."""
+    images = torch.randint(256, (2 * layers * count, 3, 32, 32), dtype=torch.uint8)
+
+    def claims(start: int) -> ModeClaims:
+        return ModeClaims(0.5, tuple(Claim(start + i, 0.9, "a", "b") for i in range(count)))
+
+    found = tuple(
+        LayerClaims(f"layer{i}", (claims(2 * i * count), claims((2 * i + 1) * count)))
+        for i in range(layers)
+    )
+    return Gallery("noise", len(images), 32, found, tile_picture(images, 32))
 
 
 def fake_metrics(config: TrainConfig, evaluations: int, layers: int) -> list[dict[str, Any]]:

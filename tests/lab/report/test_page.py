@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from fake_runs import fake_run
+from fake_runs import fake_gallery, fake_run
 from typer.testing import CliRunner
 
 from modenorm.lab.cli import app
@@ -78,11 +78,21 @@ def test_the_papers_number_stands_beside_ours(runs):
     assert "42.17 Table 9, compare lowest" in text
 
 
-def test_variants_are_named_by_what_differs(tmp_path):
-    for batch in (64, 128):
-        fake_run(tmp_path, norm="mn", modes=2, batch=batch)
-    (experiment,) = group(read_records([tmp_path]))
-    assert [v.label for v in experiment.variants] == ["MN K=2, batch 128", "MN K=2, batch 64"]
+def test_experiments_and_variants_are_named_by_what_differs(tmp_path):
+    for batch in (32, 128):
+        fake_run(tmp_path, norm="bn", batch=batch)
+        for gate in ("linear", "standardized"):
+            fake_run(tmp_path, norm="mn", modes=2, batch=batch, gate=gate)
+    fake_run(tmp_path, norm="bn", batch=32, modes=7, seed=1)  # batch norm has no modes
+    small, large = group(read_records([tmp_path]))
+    assert [small.title, large.title] == [
+        "lenet on builtin, batch 32",
+        "lenet on builtin, batch 128",
+    ]
+    labels = ["BN", "MN K=2, gate linear", "MN K=2, gate standardized"]
+    assert [variant.label for variant in small.variants] == labels
+    assert [len(variant.runs) for variant in small.variants] == [2, 1, 1]
+    assert len(small.sentences()) == 2
 
 
 def test_a_verdict_is_careful(runs, tmp_path):
@@ -243,7 +253,8 @@ def test_200_runs_in_30_seconds_and_10_megabytes(tmp_path):
         for norm in ("bn", "in", "ln", "gn", "mgn"):
             for batch in (32, 64, 128):
                 fake_run(tmp_path, 100, 12, norm=norm, batch=batch, seed=seed)
-        fake_run(tmp_path, 35, 110, model="resnet110", norm="mn", seed=seed)
+        path = fake_run(tmp_path, 35, 110, model="resnet110", norm="mn", seed=seed)
+        fake_gallery(layers=12, count=24).save(path)
     began = time.perf_counter()
     result = CliRunner().invoke(app, ["report", str(tmp_path), "-o", str(tmp_path / "page.html")])
     seconds, size = time.perf_counter() - began, (tmp_path / "page.html").stat().st_size
@@ -251,3 +262,7 @@ def test_200_runs_in_30_seconds_and_10_megabytes(tmp_path):
     assert "200 runs (200 done)" in result.output
     assert seconds < 30
     assert size < 10e6
+    data = page_data((tmp_path / "page.html").read_text())
+    assert len(data["runs"]) == 200
+    assert 0 < len(data["galleries"]) < 10  # the others are named
+    assert "are left out: resnet110-" in (tmp_path / "page.html").read_text()

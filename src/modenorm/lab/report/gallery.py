@@ -191,7 +191,7 @@ def make_gallery(
     )
     pictures = images.images[list(tiles)]
     tile = min(LARGEST_TILE, images.images.shape[-1])
-    return Gallery(dataset, len(images), tile, found, _tile_picture(pictures, tile)), report
+    return Gallery(dataset, len(images), tile, found, tile_picture(pictures, tile)), report
 
 
 def _claims(
@@ -217,7 +217,7 @@ def _claims(
     return LayerClaims(name, tuple(modes), findings)
 
 
-def _tile_picture(images: Tensor, tile: int) -> bytes:
+def tile_picture(images: Tensor, tile: int) -> bytes:
     """A WebP with the images as tiles, in rows of `COLUMNS`."""
     rows = math.ceil(len(images) / COLUMNS)
     sheet = Image.new("RGB", (COLUMNS * tile, rows * tile))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import datetime
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from modenorm.lab.training.files import write_whole
 CURVE_POINTS = 160
 MODE_POINTS = 24
 MODE_VALUES = 300_000
-GALLERY_BYTES = 2_500_000
+GALLERY_BYTES = 1_500_000
 
 
 @dataclass(frozen=True)
@@ -263,11 +264,13 @@ def _galleries(records: Sequence[Record]) -> tuple[list[dict[str, Any]], list[st
     for place, record in enumerate(records):
         if record.gallery is None:
             continue
-        size += len(record.gallery.picture)
-        if size > GALLERY_BYTES and shown:
+        found = {"run": place, **gallery_data(record.gallery)}
+        length = len(json.dumps(found))
+        if shown and size + length > GALLERY_BYTES:
             left_out.append(record.name)
         else:
-            shown.append({"run": place, **gallery_data(record.gallery)})
+            size += length
+            shown.append(found)
     return shown, left_out
 
 

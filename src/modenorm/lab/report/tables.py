@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,9 @@ from typing import Any
 
 from modenorm.lab.report.records import Record, is_number
 
-IMPLIED = {"bn": (), "in": (), "ln": (), "gn": ("groups",), "mn": ("modes",), "mgn": ("modes",)}
+NORMS = ("bn", "mn", "gn", "mgn", "in", "ln")
+OF_NORMS = {"modes": ("mn", "mgn"), "groups": ("gn",), "gate": ("mn",), "variance": ("mgn",)}
+IN_LABEL = ("norm", "modes", "groups")
 BASELINES = {"mn": "bn", "mgn": "gn"}
 
 
@@ -98,7 +101,7 @@ class Experiment:
     def _compare(self, variant: Variant) -> str:
         baseline = BASELINES.get(str(variant.config.get("norm")))
         ours = variant.mean("final_error")
-        others = [v for v in self.variants if baseline and _differs_in_norm(v, variant, baseline)]
+        others = [v for v in self.variants if v.config["norm"] == baseline]
         theirs = others[0].mean("final_error") if others else None
         if ours is None or theirs is None:
             return ""
@@ -108,13 +111,6 @@ class Experiment:
             f"{variant.label} ends with an error of {ours} %, {gap:.2f} points {word} than "
             f"{others[0].label} ({theirs} %); {_significance(ours, theirs)}."
         )
-
-
-def _differs_in_norm(other: Variant, variant: Variant, norm: str) -> bool:
-    """Whether `other` is `variant` with another norm."""
-    skip = ("norm", "modes", "groups", "gate", "variance", "seed")
-    same = all(other.config.get(k) == v for k, v in variant.config.items() if k not in skip)
-    return same and other.config.get("norm") == norm
 
 
 def _significance(a: Mean, b: Mean) -> str:
@@ -134,18 +130,47 @@ def norm_label(config: Mapping[str, Any]) -> str:
 
 
 def group(records: Iterable[Record], paper: Sequence[PaperNumber] = ()) -> list[Experiment]:
-    """Sort runs into experiments and variants; runs without a configuration are left out."""
+    """Sort runs into experiments and variants; runs without a configuration are left out.
+
+    Runs of one experiment agree in all settings but the seed and those of the norm.
+    """
     experiments: dict[str, dict[str, Variant]] = {}
     for record in records:
-        config = record.config
-        if not all(isinstance(config.get(name), str) for name in ("model", "dataset", "norm")):
-            continue
-        title = f"{config['model']} on {config['dataset']}"
-        settings = {name: value for name, value in config.items() if name != "seed"}
-        key = json.dumps(settings, sort_keys=True)
-        known = experiments.setdefault(title, {})
-        known.setdefault(key, Variant("", settings, [])).runs.append(record)
-    return [_experiment(title, list(v.values()), paper) for title, v in experiments.items()]
+        if all(isinstance(record.config.get(name), str) for name in ("model", "dataset", "norm")):
+            settings = _settings(record.config)
+            common = {n: v for n, v in settings.items() if n not in (*OF_NORMS, "norm", "where")}
+            known = experiments.setdefault(json.dumps(common, sort_keys=True), {})
+            key = json.dumps(settings, sort_keys=True)
+            known.setdefault(key, Variant("", settings, [])).runs.append(record)
+    groups = [list(variants.values()) for variants in experiments.values()]
+    found = [_experiment(_title(v, groups), v, paper) for v in groups]
+    return sorted(found, key=lambda experiment: natural(experiment.title))
+
+
+def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides the result, without the seed and what the norm does not use."""
+    return {
+        name: value
+        for name, value in config.items()
+        if name != "seed" and config["norm"] in OF_NORMS.get(name, (config["norm"],))
+    }
+
+
+def _title(variants: list[Variant], groups: list[list[Variant]]) -> str:
+    """Model, data, and the settings in which other experiments with both differ."""
+    own = variants[0].config
+    same = [v[0].config for v in groups if _pair(v[0].config) == _pair(own)]
+    varying = [name for name in _varying(same) if name not in (*OF_NORMS, "norm", "where")]
+    return ", ".join([" on ".join(_pair(own)), *(f"{name} {own.get(name)}" for name in varying)])
+
+
+def _pair(config: Mapping[str, Any]) -> tuple[str, str]:
+    return config["model"], config["dataset"]
+
+
+def natural(text: str) -> list[tuple[int, str]]:
+    """A key that sorts numbers in a text by their value."""
+    return [(int(part or 0), rest) for rest, part in re.findall(r"(\D*)(\d*)", text)]
 
 
 def in_order(records: Sequence[Record], experiments: Iterable[Experiment]) -> list[Record]:
@@ -156,29 +181,24 @@ def in_order(records: Sequence[Record], experiments: Iterable[Experiment]) -> li
 
 
 def _experiment(title: str, variants: list[Variant], paper: Sequence[PaperNumber]) -> Experiment:
-    order = {norm: place for place, norm in enumerate(("bn", "mn", "gn", "mgn", "in", "ln"))}
-    variants.sort(key=lambda v: (order.get(v.config["norm"], 9), json.dumps(v.config)))
-    varying = _varying([variant.config for variant in variants])
+    varying = [n for n in _varying([variant.config for variant in variants]) if n not in IN_LABEL]
     for variant in variants:
-        implied = IMPLIED.get(variant.config["norm"], ())
-        more = [f"{n} {variant.config.get(n)}" for n in varying if n not in implied]
+        more = [f"{name} {variant.config[name]}" for name in varying if name in variant.config]
         variant.label = ", ".join([norm_label(variant.config), *more])
         variant.paper = next((p for p in paper if p.belongs_to(variant.config)), None)
-        variant.runs.sort(key=lambda run: str(run.config.get("seed")))
+        variant.runs.sort(key=lambda run: natural(str(run.config.get("seed"))))
+    order = {norm: place for place, norm in enumerate(NORMS)}
+    variants.sort(key=lambda v: (order.get(v.config["norm"], 9), natural(v.label)))
     names = (run.result.get("domain_errors") or {} for v in variants for run in v.done)
     domains = list(dict.fromkeys(name for found in names for name in found))
     return Experiment(title, variants, domains if len(domains) > 1 else [])
 
 
 def _varying(configs: list[dict[str, Any]]) -> list[str]:
-    """Settings that differ although they need not: between variants of the same norm."""
+    """Settings that differ between configurations that have them."""
     names = dict.fromkeys(name for config in configs for name in config)
-    skip = {"norm", "modes", "groups"}
-    return [
-        name
-        for name in names
-        if name not in skip and len({json.dumps(config.get(name)) for config in configs}) > 1
-    ]
+    values = {name: {json.dumps(c[name]) for c in configs if name in c} for name in names}
+    return [name for name in names if len(values[name]) > 1]
 
 
 @dataclass(frozen=True)
