@@ -93,8 +93,10 @@ def demo_experiment(records: Sequence[Record]) -> Experiment:
 
 def mode_rows(records: Sequence[Record]) -> list[tuple[str, str, dict[str, list[float]]]]:
     """Norm, layer, and the shares of the modes in every domain, at the end of each training."""
+    several = len({record.config.get("seed") for record in records}) > 1
+    seeds = {r.path: f", seed {r.config.get('seed')}" if several else "" for r in records}
     return [
-        (norm_label(record.config), layer, found.get("by_domain", {}))
+        (norm_label(record.config) + seeds[record.path], layer, found.get("by_domain", {}))
         for record in records
         if record.metrics
         for layer, found in record.metrics[-1].get("modes", {}).items()
