@@ -65,7 +65,11 @@ def gallery():
 @pytest.fixture
 def page(request, browser, runs, tmp_path):
     """The page, opened without a network; complaints of the console fail the test."""
-    write_page(tmp_path / "page.html", read_records([runs]), Page())
+    rows = [{"what": "word" * 50, "always": "0123456789abcdef" * 10, "us": us} for us in (1, 2)]
+    (tmp_path / "bench.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write_page(
+        tmp_path / "page.html", read_records([runs]), Page(results=[tmp_path / "bench.jsonl"])
+    )
     kind = getattr(request, "param", "desktop")
     context = browser.new_context(
         viewport={"width": 390 if kind == "phone" else 1280, "height": 844},

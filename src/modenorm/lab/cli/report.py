@@ -29,7 +29,7 @@ def report_command(
     runs: list[Path] = typer.Argument(help="Folders of runs, or single runs."),
     output: Path = typer.Option(Path("report.html"), "--output", "-o", help="The page to write."),
     results: list[Path] = typer.Option(
-        [], help="A file of JSON lines, such as a benchmark's; may be repeated."
+        [], help="A file of JSON lines, such as a benchmark's, or a folder; may be repeated."
     ),
     title: str = typer.Option(Page.title, help="The heading of the page."),
 ) -> None:
@@ -38,7 +38,8 @@ def report_command(
     The page needs no network. Broken and incomplete runs are shown as such.
     """
     records = read_records(runs)
-    size = write_page(output, records, Page(title, results=results))
+    tables = [file for path in results for file in _tables(path)]
+    size = write_page(output, records, Page(title, results=tables))
     states = [record.state for record in records]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     Console().print(
@@ -46,6 +47,10 @@ def report_command(
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _tables(path: Path) -> list[Path]:
+    return sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
 
 
 def modes_command(

@@ -205,7 +205,7 @@
 
   function claimed(mode, k, gallery, count) {
     const claims = mode.claims.slice(0, count), several = new Set(claims.map((claim) => claim[3])).size > 1, kinds = {};
-    claims.map((claim) => claim[several ? 3 : 2]).forEach((kind) => { kinds[kind] = (kinds[kind] || 0) + 1; });
+    claims.map((claim) => (several ? claim[3] : short(claim[2], claim[3]))).forEach((kind) => { kinds[kind] = (kinds[kind] || 0) + 1; });
     const counted = Object.entries(kinds).sort((a, b) => b[1] - a[1]).slice(0, 4).map(([name, n]) => `${n} ${name}`);
     const heading = document.createElement("h4"), list = document.createElement("div");
     heading.textContent = `Mode ${k}: share ${percent(mode.share)}; among the strongest ${claims.length}: ${counted.join(", ")}`;
@@ -214,6 +214,9 @@
     list.append(...claims.map((claim) => tile(claim, gallery)));
     return [heading, list];
   }
+
+  // Classes of mixed data are named domain/class.
+  const short = (label, domain) => (label.startsWith(domain + "/") ? label.slice(domain.length + 1) : label);
 
   function tile([place, gate, label, domain], gallery) {
     const box = document.createElement("div"), image = document.createElement("i"), text = document.createElement("span");
@@ -225,7 +228,7 @@
     image.style.backgroundImage = `url("${gallery.picture}")`;
     image.style.backgroundSize = `${columns * side}px auto`;
     image.style.backgroundPosition = `-${(place % columns) * side}px -${Math.floor(place / columns) * side}px`;
-    text.append(label.startsWith(domain + "/") ? label.slice(domain.length + 1) : label, document.createElement("br"), gate.toFixed(3));
+    text.append(short(label, domain), document.createElement("br"), gate.toFixed(3));
     box.append(image, text);
     return box;
   }
