@@ -1,5 +1,6 @@
 """Run the GPU tests and record their outcome: python tests/record_gpu.py results/test_gpu.json."""
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -31,6 +32,8 @@ def main(path):
         )
     recorder = Recorder()
     options = ["-m", "gpu", "-q", "-p", "no:cacheprovider", "tests"]
+    if importlib.util.find_spec("xdist"):
+        options += ["-n", "6"]  # most of the time goes into compiling kernels
     status = pytest.main(options, plugins=[recorder])
     record = recorder.counts | {"failures": recorder.failures}
     record |= provenance(torch.device("cuda"))

@@ -63,7 +63,7 @@ class Case:
         channels = self.shape[1]
         makers: dict[str, Callable[[int], nn.Module]] = {
             "bn": lambda _: nn.BatchNorm2d(channels),
-            "gn": lambda _: nn.GroupNorm(2, channels),
+            "gn": lambda _: nn.GroupNorm(1 + (channels % 2 == 0), channels),
             "mn": lambda k: modenorm.ModeNorm2d(channels, k),
             "mgn": lambda k: modenorm.ModeGroupNorm(channels, k),
             "loop": lambda k: LoopModeNorm(channels, k),

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from modenorm.lab.bench.layer import CPU_SHAPES, GPU_SHAPES, Case, measure, norm_names
 from modenorm.lab.bench.model import measure_model, model_names
+from modenorm.lab.bench.page import with_tables
 from modenorm.lab.provenance import provenance
 
 app = typer.Typer(help="Measure speed and memory against torch's norms.", no_args_is_help=True)
@@ -67,7 +68,7 @@ def layer_command(
                 title += f"{measured[0]['floor_us']:.0f} µs"
                 console.print(_table(title, measured, LAYER_COLUMNS))
                 rows += measured
-    _write(output, rows, console)
+                _write(output, rows)
 
 
 @app.command("model")
@@ -105,7 +106,16 @@ def model_command(
             title += "torch.compile" if mode else "eager"
             console.print(_table(title, measured, MODEL_COLUMNS))
             rows += measured
-    _write(output, rows, console)
+            _write(output, rows)
+
+
+@app.command("page")
+def page_command(
+    results: Path = typer.Option(Path("results"), help="Folder with bench_*.jsonl."),
+    page: Path = typer.Option(Path("docs/kernels.md"), help="Page with the tables to rebuild."),
+) -> None:
+    """Rebuild the tables of docs/kernels.md from the measured results."""
+    page.write_text(with_tables(page.read_text(), results))
 
 
 def _shape(text: str) -> tuple[int, int, int, int]:
@@ -144,9 +154,8 @@ def _number(value: float | None) -> str:
     return f"{value:.2f}" if value < 20 else f"{value:,.0f}"
 
 
-def _write(path: Path | None, rows: list[dict[str, Any]], console: Console) -> None:
-    if path is None:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    console.print(f"wrote {len(rows)} lines to {path}")
+def _write(path: Path | None, rows: list[dict[str, Any]]) -> None:
+    """Write what there is so far: a long benchmark that is stopped keeps its results."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,0 +1,132 @@
+"""The tables of docs/kernels.md, built from results/bench_*.jsonl and never typed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+__all__ = ["with_tables"]
+
+Row = dict[str, Any]
+NAMES = {
+    "bn": "BN",
+    "gn": "GN",
+    "mgn2": "MGN K=2",
+    "loop2": "loop K=2",
+    "loop8": "loop K=8",
+}
+
+
+def with_tables(text: str, results: Path) -> str:
+    """The page with each table between its markers built anew.
+
+    A table stands between `<!-- table NAME FILE -->` and `<!-- end -->`.
+    """
+
+    def rebuild(match: re.Match[str]) -> str:
+        name, file = match["name"], match["file"]
+        rows = _read(results / file)
+        table = TABLES[name](rows) if rows else "_not measured yet_"
+        return f"<!-- table {name} {file} -->\n\n{table}\n\n<!-- end -->"
+
+    pattern = r"<!-- table (?P<name>\w+) (?P<file>[\w.]+) -->.*?<!-- end -->"
+    return re.sub(pattern, rebuild, text, flags=re.DOTALL)
+
+
+def _read(path: Path) -> list[Row]:
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _layer_table(rows: list[Row]) -> str:
+    """Device time of forward and backward beside the floor, and as a multiple of batch norm's."""
+    cases: dict[tuple[str, str, str], dict[str, Row]] = {}
+    for row in rows:
+        cases.setdefault((row["shape"], row["layout"], row["dtype"]), {})[row["norm"]] = row
+    norms = list(dict.fromkeys(row["norm"] for row in rows))
+    others = [norm for norm in norms if norm != "bn"]
+    header = ["tensor", "floor µs", "BN µs", *(f"{_name(n)} × BN" for n in others)]
+    header += ["MN K=2 × floor", "memory × BN"]
+    lines = []
+    for (shape, layout, dtype), found in cases.items():
+        bn, mn = found.get("bn", {}), found.get("mn2", {})
+        cells = [f"{shape.replace('x', '×')} {layout} {dtype}", _us(bn.get("floor_us"))]
+        cells += [_us(bn.get("device_us"))]
+        cells += [_ratio(found.get(norm, {}).get("to_bn")) for norm in others]
+        cells += [_ratio(mn.get("to_floor")), _ratio(mn.get("memory_to_bn"))]
+        lines.append(cells)
+    return _markdown(header, lines) + "\n\n" + _conditions(rows)
+
+
+def _eager_table(rows: list[Row]) -> str:
+    """Wall time of an eager call, and evaluation as a multiple of three passes."""
+    header = ["tensor", "BN eager µs", "MN K=2 eager µs", "× BN", "MN K=2 eval × 3 passes"]
+    batch_norms = {_case(row): row for row in rows if row["norm"] == "bn"}
+    lines = []
+    for row in rows:
+        if row["norm"] != "mn2" or "eager_us" not in row:
+            continue
+        bn = batch_norms[_case(row)]
+        label = f"{row['shape'].replace('x', '×')} {row['layout']} {row['dtype']}"
+        evaluation = row["eval_us"] / (row["floor_us"] * 3 / 8)
+        cells = [label, _us(bn["eager_us"]), _us(row["eager_us"])]
+        lines.append([*cells, _ratio(row["eager_to_bn"]), _ratio(evaluation)])
+    return _markdown(header, lines) + "\n\n" + _conditions(rows)
+
+
+def _model_table(rows: list[Row]) -> str:
+    """A training step of a network."""
+    header = ["network", "norm", "step ms", "× BN", "images/s", "memory × BN"]
+    lines = [
+        [
+            f"{row['model']}, N={row['batch']}, {row['size']}², {row['dtype']}, "
+            + ("compiled" if row["compiled"] else "eager"),
+            _name(row["norm"]),
+            f"{row['step_us'] / 1e3:.1f}",
+            _ratio(row["to_bn"]),
+            f"{row['images_per_s']:.0f}",
+            _ratio(row.get("memory_to_bn")),
+        ]
+        for row in rows
+    ]
+    return _markdown(header, lines) + "\n\n" + _conditions(rows)
+
+
+TABLES: dict[str, Callable[[list[Row]], str]] = {
+    "layer": _layer_table,
+    "eager": _eager_table,
+    "model": _model_table,
+}
+
+
+def _case(row: Row) -> tuple[str, str, str]:
+    return row["shape"], row["layout"], row["dtype"]
+
+
+def _name(norm: str) -> str:
+    return NAMES.get(norm, f"MN K={norm.removeprefix('mn')}")
+
+
+def _us(value: float | None) -> str:
+    return "" if value is None else f"{value:.0f}"
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _markdown(header: list[str], lines: list[list[str]]) -> str:
+    rule = ["---"] + ["--:"] * (len(header) - 1)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *lines))
+
+
+def _conditions(rows: list[Row]) -> str:
+    about = rows[0]
+    return (
+        f"{about['device']}, torch {about['torch']}, commit {about['commit']}, "
+        f"{about['date'][:10]}; forward and backward together."
+    )

@@ -1,0 +1,84 @@
+"""The benchmark's command, its refusal of wrong kernels, and the page built from its results."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import modenorm
+from modenorm.lab.bench import layer
+from modenorm.lab.bench.page import with_tables
+from modenorm.lab.cli import app
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_layer_command(tmp_path):
+    output = tmp_path / "layer.jsonl"
+    arguments = ["bench", "layer", "--shape", "4x3x5x5", "--modes", "2", "-o", str(output)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert {row["norm"] for row in rows} == {"bn", "gn", "mn2", "mgn2", "loop2"}
+    assert {row["layout"] for row in rows} == {"NCHW", "NHWC"}
+    for row in rows:
+        assert row["device_us"] > 0
+        assert row["to_floor"] == pytest.approx(row["device_us"] / row["floor_us"])
+        assert row.keys() >= {"device", "torch", "commit", "date", "gb_per_s"}
+
+
+def test_model_command(tmp_path):
+    output = tmp_path / "model.jsonl"
+    arguments = ["bench", "model", "--model", "resnet18", "--batch", "2", "--size", "32"]
+    arguments += ["--norm", "bn", "--norm", "mn2", "--no-compiled", "-o", str(output)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [row["norm"] for row in rows] == ["bn", "mn2"]
+    assert rows[1]["to_bn"] == pytest.approx(rows[1]["step_us"] / rows[0]["step_us"])
+
+
+def test_a_wrong_kernel_is_not_timed(monkeypatch):
+    forward = modenorm.ModeNorm2d.forward
+    monkeypatch.setattr(modenorm.ModeNorm2d, "forward", lambda self, x: forward(self, x) * 1.01)
+    case = layer.Case((4, 3, 5, 5), "float32", "NCHW", "cpu")
+    with pytest.raises(ValueError, match=r"mn2 is wrong .* relative error of y is 1\.0e-02"):
+        list(layer.measure(case, ["bn", "mn2"]))
+
+
+@pytest.mark.parametrize("name", ["mn1", "mn4", "mgn2", "loop2", "bn", "gn"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_norm_passes_the_check(name, dtype):
+    layer.check(layer.Case((4, 6, 5, 5), dtype, "NHWC", "cpu"), name)
+
+
+def test_a_shape_that_is_none():
+    result = CliRunner().invoke(app, ["bench", "layer", "--shape", "4x3x5"])
+    assert isinstance(result.exception, ValueError)
+    assert "four sizes" in str(result.exception)
+
+
+def test_the_page_shows_the_measured_results():
+    page = (ROOT / "docs" / "kernels.md").read_text()
+    assert with_tables(page, ROOT / "results") == page
+
+
+def test_tables_are_built_from_files(tmp_path):
+    row = {"shape": "2x3x4x4", "layout": "NCHW", "dtype": "float32", "floor_us": 4.0}
+    about = {"device": "X", "torch": "2", "commit": "c", "date": "2026-01-01T00:00:00"}
+    rows = [
+        row | about | {"norm": "bn", "device_us": 10.0, "to_bn": 1.0},
+        row | about | {"norm": "mn2", "device_us": 5.0, "to_bn": 0.5, "to_floor": 1.25},
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    text = with_tables("<!-- table layer a.jsonl -->\nold\n<!-- end -->", tmp_path)
+    assert "| 2×3×4×4 NCHW float32 | 4 | 10 | 0.50 | 1.25 |  |" in text
+    assert "old" not in text
+    assert with_tables(text, tmp_path) == text
+    assert "not measured" in with_tables("<!-- table layer b.jsonl --><!-- end -->", tmp_path)
+
+
+def test_device_time_is_positive():
+    assert layer.device_time(lambda: torch.ones(10).sum(), 0.001) > 0
