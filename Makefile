@@ -4,14 +4,22 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint format test-gpu clean
+.PHONY: demo test lint format browser test-browser test-gpu clean
 
 demo: $(STAMP)
 	$(BIN)/modenorm demo
 
-test: lint
+test: lint browser
 	$(BIN)/pytest -n 2
 	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 tests/kernels
+
+# The report's page in a real browser; where there is none and none can be installed, skipped.
+test-browser: $(STAMP) browser
+	$(BIN)/pytest tests/lab/report/test_browser.py
+
+browser:
+	@command -v chromium >/dev/null || (apt-get update -qq && apt-get install -y -qq chromium) \
+	  >/dev/null 2>&1 || echo "no chromium could be installed: the browser tests are skipped"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -31,7 +31,7 @@ def main(path):
             "no GPU here: the kernels' logic is tested by TRITON_INTERPRET=1 pytest tests/kernels"
         )
     recorder = Recorder()
-    options = ["-m", "gpu", "-q", "-p", "no:cacheprovider", "tests"]
+    options = ["-m", "gpu", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark", "tests"]
     if importlib.util.find_spec("xdist"):
         options += ["-n", "6"]  # most of the time goes into compiling kernels
     status = pytest.main(options, plugins=[recorder])

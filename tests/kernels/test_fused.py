@@ -72,8 +72,17 @@ def seed():
 @pytest.mark.parametrize("channels_last", [False, True], ids=["first", "last"])
 @pytest.mark.parametrize("num_modes", MODES, ids="K{}".format)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("options", [{}, {"per_mode_affine": True}], ids=["shared", "per-mode"])
-def test_training(device, shape, num_modes, channels_last, options):
+def test_training(device, shape, num_modes, channels_last):
+    compare_training(device, shape, num_modes, channels_last)
+
+
+@pytest.mark.parametrize("options", [{"per_mode_affine": True}, {"affine": False}], ids=str)
+@pytest.mark.parametrize("num_modes", MODES, ids="K{}".format)
+def test_training_with_options(device, num_modes, options):
+    compare_training(device, (5, 20, 3, 2), num_modes, True, **options)
+
+
+def compare_training(device, shape, num_modes, channels_last, **options):
     layer = layer_for(shape, num_modes, device, **options)
     x = tensor(shape, device, torch.float32, channels_last, mean=1.0)
     dy = tensor(shape, device, torch.float32, False)

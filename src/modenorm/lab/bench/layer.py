@@ -60,10 +60,10 @@ class Case:
 
     def norm(self, name: str) -> nn.Module:
         """A norm by its name: bn, gn, mgn2, mn1, mn2, loop2, ..."""
-        channels = self.shape[1]
+        channels, dtype = self.shape[1], getattr(torch, self.dtype)
         makers: dict[str, Callable[[int], nn.Module]] = {
             "bn": lambda _: nn.BatchNorm2d(channels),
-            "gn": lambda _: nn.GroupNorm(1 + (channels % 2 == 0), channels),
+            "gn": lambda _: nn.GroupNorm(1 + (channels % 2 == 0), channels, dtype=dtype),
             "mn": lambda k: modenorm.ModeNorm2d(channels, k),
             "mgn": lambda k: modenorm.ModeGroupNorm(channels, k),
             "loop": lambda k: LoopModeNorm(channels, k),
