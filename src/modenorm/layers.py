@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from modenorm.buffers import Float32Buffers, running_dtype
 from modenorm.checks import Options, check_choice, check_count, check_eps, check_options
-from modenorm.functional import normalize_channels, normalize_modes
 from modenorm.gates import GateFactory, make_gate
 from modenorm.mixing import RunningEstimates
+from modenorm.paths import normalize_channels, normalize_modes
 
 __all__ = ["ModeGroupNorm", "ModeNorm1d", "ModeNorm2d", "ModeNorm3d"]
 

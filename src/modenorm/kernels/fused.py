@@ -28,7 +28,6 @@ from modenorm.kernels.plan import (
     dense_like,
     geometry_of,
     on_device,
-    plain_backward,
     pointer,
 )
 from modenorm.mixing import RunningEstimates
@@ -248,7 +247,7 @@ class _ModeNorm(torch.autograd.Function):
         x, gates, gate_weight, gate_bias, weight, bias = inputs
         if torch.is_grad_enabled() or dy is None:
             forward = partial(_plain_forward, eps=ctx.eps)
-            return (*plain_backward(forward, inputs, ctx.needs_input_grad, dy, dused), None)
+            return (*plain.differentiate(forward, inputs, ctx.needs_input_grad, (dy, dused)), None)
         with on_device(x) as stream:
             plan, stage = ctx.plan, "backward" if dused is None else "backward with gates"
             dy = dense_like(dy, x)

@@ -25,7 +25,6 @@ from modenorm.kernels.plan import (
     dense_like,
     geometry_of,
     on_device,
-    plain_backward,
     pointer,
 )
 
@@ -140,7 +139,7 @@ class _ModeGroupNorm(torch.autograd.Function):
         x, gate_weight, _, weight, bias = inputs
         if torch.is_grad_enabled() or dy is None:
             forward = partial(_plain_group_forward, eps=ctx.eps, pixel=ctx.pixel)
-            found = plain_backward(forward, inputs, ctx.needs_input_grad, dy, dgates)
+            found = plain.differentiate(forward, inputs, ctx.needs_input_grad, (dy, dgates))
             return (*found, None, None)
         with on_device(x) as stream:
             plan, stage = ctx.plan, "backward" if dgates is None else "backward with gates"

@@ -6,12 +6,14 @@ For what the fused kernels don't serve: masks, double backward, `torch.func`, ex
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
 from modenorm.kernels.layout import statistics_dtype
 
-__all__ = ["apply", "masked_moments", "moments"]
+__all__ = ["apply", "differentiate", "masked_moments", "moments"]
 
 
 def moments(x: Tensor, with_var: bool = True) -> tuple[Tensor, Tensor | None]:
@@ -46,3 +48,38 @@ def apply(x: Tensor, centre: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     shape = x.shape[:2] + (1,) * (x.ndim - 2)
     y = (x - centre.view(shape)) * scale.reshape(shape) + shift.view(shape)
     return y.to(x.dtype)
+
+
+def differentiate(
+    forward: Callable[..., Sequence[Tensor]],
+    inputs: Sequence[Tensor | None],
+    needed: Sequence[bool],
+    upstream: Sequence[Tensor | None],
+) -> list[Tensor | None]:
+    """A node's gradients by plain operators, so that they can be differentiated again.
+
+    Args:
+        forward: The node in plain operators.
+        inputs: Its inputs.
+        needed: Which of them need a gradient; entries beyond the inputs are ignored.
+        upstream: The gradients of its outputs.
+    """
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # aliases, since one input may depend on another and only the node itself is differentiated
+        inputs = [None if t is None else t.view_as(t) for t in inputs]
+        outputs = forward(*inputs)
+        pairs = [(o, d) for o, d in zip(outputs, upstream, strict=True) if d is not None]
+        wanted = [t for t, need in zip(inputs, needed, strict=False) if need and t is not None]
+        found = torch.autograd.grad(
+            [o for o, _ in pairs],
+            wanted,
+            [d for _, d in pairs],
+            create_graph=create_graph,
+            allow_unused=True,
+        )
+    gradients = iter(found)
+    return [
+        next(gradients) if need and t is not None else None
+        for t, need in zip(inputs, needed, strict=False)
+    ]

@@ -1,9 +1,9 @@
-"""What the fused nodes share: where a call's memory is, and how it differentiates twice."""
+"""What the fused nodes share: where a call's memory is."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ __all__ = [
     "dense_like",
     "geometry_of",
     "on_device",
-    "plain_backward",
     "pointer",
 ]
 
@@ -82,30 +81,3 @@ def on_device(x: Tensor) -> contextlib.AbstractContextManager[int]:
     if x.is_cuda and x.get_device() != torch.cuda.current_device():
         return _on_other_device(x)
     return contextlib.nullcontext(current_stream(x))
-
-
-def plain_backward(
-    forward: Callable[..., tuple[Tensor, Tensor]],
-    inputs: list[Tensor | None],
-    needed: tuple[bool, ...],
-    dy: Tensor | None,
-    dgates: Tensor | None,
-) -> list[Tensor | None]:
-    """The gradients by plain differentiable operators, so that they can be differentiated again."""
-    create_graph = torch.is_grad_enabled()
-    with torch.enable_grad():
-        outputs = forward(*inputs)
-        pairs = [(o, d) for o, d in zip(outputs, (dy, dgates), strict=True) if d is not None]
-        wanted = [t for t, need in zip(inputs, needed, strict=False) if need and t is not None]
-        found = torch.autograd.grad(
-            [o for o, _ in pairs],
-            wanted,
-            [d for _, d in pairs],
-            create_graph=create_graph,
-            allow_unused=True,
-        )
-    gradients = iter(found)
-    return [
-        next(gradients) if need and t is not None else None
-        for t, need in zip(inputs, needed, strict=False)
-    ]

@@ -1,0 +1,343 @@
+"""From a checked call to the path that serves it: moments → mixing → affine map.
+
+Letters: N samples, C channels, L positions, K modes. What the layers and `functional` call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from modenorm import mixing, reference
+from modenorm.buffers import recomputing
+from modenorm.checks import (
+    Options,
+    as_mask,
+    check_input,
+)
+from modenorm.gates import LinearGate
+from modenorm.kernels import (
+    choose_backend,
+    mixing_node,
+    operators,
+    plain,
+    runs_triton,
+    streaming,
+)
+from modenorm.kernels.layout import statistics_dtype
+from modenorm.mixing import RunningEstimates, autocasting, product
+
+__all__ = ["Gate", "normalize_channels", "normalize_modes"]
+
+Gate = Callable[[Tensor], Tensor]
+
+
+def normalize_modes(
+    x: Tensor,
+    gates: Tensor | Gate,
+    estimates: RunningEstimates | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    options: Options,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`mode_norm` as the layers call it: returns y and the gates, (N, K)."""
+    check_input(x)
+    mask = None if mask is None else as_mask(mask, x)
+    with _full_precision(x):
+        if x.numel() == 0:
+            seen = x if isinstance(gates, Tensor) else x[:0]  # a gate learns nothing from no data
+            gates = _gates_of(gates, x.new_zeros(seen.shape[:2]), seen, estimates)
+            return _empty_output(x, gates, weight, bias), gates
+        from_batch = options.training or estimates is None
+        if from_batch and x.numel() == x.shape[1]:
+            raise ValueError(
+                f"a batch of shape {tuple(x.shape)} has one value per channel, so no variance; "
+                f"use more samples or positions, or call eval() on a layer with running estimates"
+            )
+        dtype = statistics_dtype(x)
+        weight, bias = _cast(dtype, weight), _cast(dtype, bias)
+        backend = choose_backend(x, plain_only=mask is not None)
+        if backend == "reference":
+            return _reference_modes(x, gates, estimates, weight, bias, options, mask)
+        if backend == "fused" and _one_node(x, gates, estimates, options):
+            return _fused_modes(x, gates, estimates, weight, bias, options)
+        if not from_batch and isinstance(gates, Tensor):
+            return _without_moments(x, gates, estimates, weight, bias, options, backend)
+        if from_batch and mask is None and _compiled_on_gpu(x, gates):
+            return _compiled_modes(x, gates, estimates, weight, bias, options)
+        mean, var, counts, affine = _moments(x, backend, mask, with_var=from_batch)
+        gates = _gates_of(gates, mean, x, estimates)
+        if backend == "fused" and from_batch:
+            assert var is not None
+            scale, shift, batch = mixing_node.mix(mean, var, gates, weight, bias, options.eps)
+            _update_running(estimates, batch, options)
+            return affine(mean.detach(), scale, shift), gates
+        mode_mean, mode_var = _mode_moments(mean, var, counts, gates, estimates, options)
+        scale, shift = mixing.coefficients(
+            mode_mean, mode_var, gates, mean, weight, bias, options.eps
+        )
+        return affine(mean, scale, shift), gates
+
+
+def normalize_channels(
+    x: Tensor,
+    gate_weight: Tensor,
+    gate_bias: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    variance: str,
+) -> tuple[Tensor, Tensor]:
+    """`mode_group_norm` as the layer calls it: returns y and the gates, (N, C, K)."""
+    check_input(x)
+    dtype = statistics_dtype(x)
+    gate_weight, gate_bias = gate_weight.to(dtype), gate_bias.to(dtype)
+    weight, bias = _cast(dtype, weight), _cast(dtype, bias)
+    with _full_precision(x):
+        if x.numel() == 0:
+            gates = x.new_zeros((*x.shape[:2], len(gate_weight)))
+            return _empty_output(x, gate_weight, gate_bias, weight, bias), gates
+        backend = choose_backend(x)
+        if backend == "reference":
+            upcast = x.to(statistics_dtype(x))
+            y = reference.mode_group_norm(
+                upcast, gate_weight, gate_bias, weight, bias, eps, variance=variance
+            )
+            pooled, _ = plain.moments(x, with_var=False)
+            return y.to(x.dtype), torch.softmax(pooled[..., None] * gate_weight + gate_bias, -1)
+        if backend == "fused" and runs_triton(x):
+            from modenorm.kernels import fused_channels
+
+            if x.shape[1] <= fused_channels.MAX_CHANNELS:
+                return fused_channels.mode_group_norm(
+                    x, gate_weight, gate_bias, weight, bias, eps, variance == "pixel"
+                )
+        mean, var, _, affine = _moments(x, backend, None, with_var=variance == "pixel")
+        scale, shift, gates = mixing.channel_modes(
+            mean, var, gate_weight, gate_bias, weight, bias, eps
+        )
+        return affine(mean, scale, shift), gates
+
+
+def _one_node(
+    x: Tensor, gates: Tensor | Gate, estimates: RunningEstimates | None, options: Options
+) -> bool:
+    """Whether kernels/fused.py has this case: the paper's gate or given gates, on a GPU."""
+    if not (isinstance(gates, Tensor) or (type(gates) is LinearGate and not gates._forward_hooks)):
+        return False
+    if not runs_triton(x):
+        return False
+    if options.training or estimates is None:
+        return options.momentum is not None or estimates is None
+    return not torch.is_grad_enabled() and not isinstance(gates, Tensor)
+
+
+def _fused_modes(
+    x: Tensor,
+    gates: Tensor | Gate,
+    estimates: RunningEstimates | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    options: Options,
+) -> tuple[Tensor, Tensor]:
+    from modenorm.kernels import fused
+
+    gate_weight = gate_bias = given = None
+    if isinstance(gates, LinearGate):
+        gate_weight, gate_bias = gates.weight.float(), gates.bias.float()
+    else:
+        given = _gates_of(gates, x, x, estimates).contiguous()
+    if options.training or estimates is None:
+        running = None if recomputing() else estimates
+        momentum = 0.0 if options.momentum is None else options.momentum
+        training = fused.Training(options.eps, momentum, options.running_update == "usage", running)
+        return fused.mode_norm(x, given, gate_weight, gate_bias, weight, bias, training)
+    assert gate_weight is not None
+    assert gate_bias is not None
+    return fused.mode_norm_inference(
+        x, gate_weight, gate_bias, weight, bias, estimates.mean, estimates.var, options.eps
+    )
+
+
+def _compiled_on_gpu(x: Tensor, gates: Tensor | Gate) -> bool:
+    """Whether `torch.compile` is tracing a case that kernels/operators.py has."""
+    known = isinstance(gates, Tensor) or type(gates) is LinearGate
+    return known and torch.compiler.is_compiling() and operators.available(x)
+
+
+def _compiled_modes(
+    x: Tensor,
+    gates: Tensor | Gate,
+    estimates: RunningEstimates | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    options: Options,
+) -> tuple[Tensor, Tensor]:
+    """Streaming passes for Inductor to fuse with their neighbours, the mixing as one operator."""
+    mean, var = plain.moments(x)
+    assert var is not None
+    gate_weight = gate_bias = given = None
+    if isinstance(gates, LinearGate):
+        gate_weight, gate_bias = gates.weight.float(), gates.bias.float()
+    else:
+        given = _gates_of(gates, mean, x, estimates)
+    scale, shift, used, mode_mean, mode_var, mass = operators.mix(
+        mean, var, given, gate_weight, gate_bias, weight, bias, options.eps
+    )
+    batch = mixing.Statistics(mode_mean, mode_var, mass, mass / x.shape[0])
+    _update_running(estimates, batch, options)
+    return plain.apply(x, mean.detach(), scale, shift), used
+
+
+def _moments(
+    x: Tensor, backend: str, mask: Tensor | None, with_var: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None, Callable[[Tensor, Tensor, Tensor], Tensor]]:
+    """Mean, variance, counts (with a mask), and the affine map that belongs to this x."""
+    if backend == "fused":
+        mean, var, handed, link = streaming.moments(x, with_var)
+        return mean, var, None, partial(streaming.affine, handed, link=link)
+    if mask is not None:
+        mean, var, counts = plain.masked_moments(x, mask)
+    else:
+        (mean, var), counts = plain.moments(x, with_var), None
+    return mean, var, counts, partial(plain.apply, x)
+
+
+def _mode_moments(
+    mean: Tensor,
+    var: Tensor | None,
+    counts: Tensor | None,
+    gates: Tensor,
+    estimates: RunningEstimates | None,
+    options: Options,
+) -> tuple[Tensor, Tensor]:
+    """μ_k and σ²_k, (K, C): of the batch in training, which moves the estimates, or these."""
+    if estimates is not None and not options.training:
+        return estimates.mean.to(gates.dtype), estimates.var.to(gates.dtype)
+    assert var is not None
+    batch = mixing.batch_statistics(mean, var, gates, counts)
+    _update_running(estimates, batch, options)
+    return batch.mean, batch.var
+
+
+def _update_running(
+    estimates: RunningEstimates | None, batch: mixing.Statistics, options: Options
+) -> None:
+    """Move the running estimates, unless this forward repeats one that moved them already."""
+    if estimates is not None and options.training and not recomputing():
+        mixing.update_running(estimates, batch, options.momentum, options.running_update)
+
+
+def _without_moments(
+    x: Tensor,
+    gates: Tensor,
+    estimates: RunningEstimates | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    options: Options,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """Inference with gates from outside: one map, no look at the data first."""
+    assert estimates is not None
+    gates = _gates_of(gates, x, x, estimates)
+    mode_mean, mode_var = (t.to(gates.dtype) for t in (estimates.mean, estimates.var))
+    centre = product(
+        gates.detach(), mode_mean
+    )  # y does not depend on it, and backward keeps no buffer
+    scale, shift = mixing.coefficients(
+        mode_mean, mode_var, gates, centre, weight, bias, options.eps
+    )
+    affine = streaming.affine if backend == "fused" else plain.apply
+    return affine(x, centre, scale, shift), gates
+
+
+def _reference_modes(
+    x: Tensor,
+    gates: Tensor | Gate,
+    estimates: RunningEstimates | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    options: Options,
+    mask: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    pooled = plain.moments(x, False)[0] if mask is None else plain.masked_moments(x, mask)[0]
+    gates = _gates_of(gates, pooled, x, estimates)
+    momentum = options.momentum
+    if options.training and recomputing():
+        estimates = None
+    if options.training and estimates is not None and estimates.share is not None:
+        if momentum is None:
+            raise ValueError(
+                'the "reference" backend has no momentum=None with "usage"; use "eager"'
+            )
+        estimates.share.add_(gates.detach().mean(0))
+    tracked = None if estimates is None else estimates.num_batches_tracked
+    if tracked is not None and options.training:
+        tracked.add_(1)
+    if momentum is None and tracked is not None:
+        momentum = 1 / max(1, int(tracked))
+    y = reference.mode_norm(
+        x.to(gates.dtype),
+        gates,
+        None if estimates is None else estimates.mean,
+        None if estimates is None else estimates.var,
+        weight,
+        bias,
+        options.training,
+        0.1 if momentum is None else momentum,
+        options.eps,
+        mask=None if mask is None else mask.squeeze(1),
+        running_update=options.running_update,
+    )
+    return y.to(x.dtype), gates
+
+
+def _gates_of(
+    gates: Tensor | Gate, pooled: Tensor, x: Tensor, estimates: RunningEstimates | None
+) -> Tensor:
+    """The gates (N, K) in the statistics' type, evaluated if they are a gating network."""
+    if isinstance(gates, Tensor):
+        given, name = gates.to(statistics_dtype(x)), "gates"
+    else:
+        given, name = gates(_features_for(gates, pooled)).to(pooled.dtype), "the gate's logits"
+    expected = "N, K" if estimates is None else f"{x.shape[0]}, {estimates.mean.shape[0]}"
+    wrong_modes = estimates is not None and given.shape[-1] != estimates.mean.shape[0]
+    if given.ndim != 2 or given.shape[0] != x.shape[0] or wrong_modes:
+        raise ValueError(
+            f"{name} have shape {tuple(given.shape)}; expected ({expected}): one row per sample "
+            f"of x, {tuple(x.shape)}, one column per mode"
+        )
+    return given if isinstance(gates, Tensor) else torch.softmax(given, dim=1)
+
+
+def _features_for(gate: Gate, pooled: Tensor) -> Tensor:
+    """A gating network of the user's own gets features of its own parameters' type."""
+    if isinstance(gate, nn.Module) and not isinstance(gate, LinearGate):
+        parameter = next(gate.parameters(), pooled)
+        return pooled.to(parameter.dtype)
+    return pooled
+
+
+def _empty_output(x: Tensor, *used: Tensor | None) -> Tensor:
+    """An empty output that still hands zero gradients to everything that a full one would."""
+    y = x.clone()
+    for tensor in used:
+        if tensor is not None:
+            y = y + tensor.sum().to(y.dtype)
+    return y
+
+
+def _cast(dtype: torch.dtype, parameter: Tensor | None) -> Tensor | None:
+    return parameter if parameter is None or parameter.dtype == dtype else parameter.to(dtype)
+
+
+def _full_precision(x: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Keeps a gate of the user's own in full precision; compiled, it follows autocast."""
+    if autocasting(x) and not torch.compiler.is_compiling():
+        return torch.autocast(x.device.type, enabled=False)
+    return contextlib.nullcontext()
