@@ -60,8 +60,10 @@ def test_a_shape_that_is_none():
     assert "four sizes" in str(result.exception)
 
 
-def test_the_page_shows_the_measured_results():
-    page = (ROOT / "docs" / "kernels.md").read_text()
+@pytest.mark.parametrize("name", ["README.md", "docs/kernels.md"])
+def test_pages_show_the_measured_results(name):
+    page = (ROOT / name).read_text()
+    assert "<!-- table" in page
     assert with_tables(page, ROOT / "results") == page
 
 

@@ -1,4 +1,4 @@
-"""The tables of docs/kernels.md, built from results/bench_*.jsonl and never typed."""
+"""The tables of README.md and docs/kernels.md, built from results/bench_*.jsonl and never typed."""
 
 from __future__ import annotations
 
@@ -18,6 +18,13 @@ NAMES = {
     "loop2": "loop K=2",
     "loop8": "loop K=8",
 }
+HEADLINES = (
+    ("256x64x56x56", "NHWC", "bfloat16"),
+    ("256x512x28x28", "NHWC", "bfloat16"),
+    ("256x2048x7x7", "NHWC", "bfloat16"),
+    ("256x64x56x56", "NCHW", "float32"),
+    ("256x64x56x56", "NHWC", "float32"),
+)
 
 
 def with_tables(text: str, results: Path) -> str:
@@ -78,6 +85,21 @@ def _eager_table(rows: list[Row]) -> str:
     return _markdown(header, lines) + "\n\n" + _conditions(rows)
 
 
+def _headline_table(rows: list[Row]) -> str:
+    """Device microseconds of a few tensors, for the README."""
+    norms = ["bn", "mn2", "mn8", "mgn2"]
+    header = ["forward + backward, µs", "copy floor", *(_name(norm) for norm in norms)]
+    found = {(*_case(row), row["norm"]): row for row in rows}
+    lines = []
+    for case in HEADLINES:
+        if (*case, "bn") in found:
+            shape, layout, dtype = case
+            times = [_us(found.get((*case, norm), {}).get("device_us")) for norm in norms]
+            floor = _us(found[(*case, "bn")]["floor_us"])
+            lines.append([f"{shape.replace('x', '×')} {layout} {dtype}", floor, *times])
+    return _markdown(header, lines) + "\n\n" + _conditions(rows)
+
+
 def _model_table(rows: list[Row]) -> str:
     """A training step of a network."""
     header = ["network", "norm", "step ms", "× BN", "images/s", "memory × BN"]
@@ -99,6 +121,7 @@ def _model_table(rows: list[Row]) -> str:
 TABLES: dict[str, Callable[[list[Row]], str]] = {
     "layer": _layer_table,
     "eager": _eager_table,
+    "headline": _headline_table,
     "model": _model_table,
 }
 

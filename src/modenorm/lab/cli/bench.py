@@ -19,6 +19,7 @@ from modenorm.lab.provenance import provenance
 
 app = typer.Typer(help="Measure speed and memory against torch's norms.", no_args_is_help=True)
 
+PAGES = [Path("README.md"), Path("docs/kernels.md")]
 LAYER_COLUMNS = {
     "device_us": "device µs",
     "to_bn": "× BN",
@@ -112,10 +113,11 @@ def model_command(
 @app.command("page")
 def page_command(
     results: Path = typer.Option(Path("results"), help="Folder with bench_*.jsonl."),
-    page: Path = typer.Option(Path("docs/kernels.md"), help="Page with the tables to rebuild."),
+    pages: list[Path] = typer.Option(PAGES, "--page", help="Pages with tables to rebuild."),
 ) -> None:
-    """Rebuild the tables of docs/kernels.md from the measured results."""
-    page.write_text(with_tables(page.read_text(), results))
+    """Rebuild the tables of README.md and docs/kernels.md from the measured results."""
+    for page in pages:
+        page.write_text(with_tables(page.read_text(), results))
 
 
 def _shape(text: str) -> tuple[int, int, int, int]:
