@@ -1,9 +1,8 @@
-"""Mode normalization's mixing on the GPU, in Triton: gates, statistics, coefficients, and backward.
+"""Mode normalization's mixing on the GPU, in Triton: gates, statistics, coefficients.
 
 All arrays are small, (N, C), (N, K) or (K, C), and live in the second-level cache. Sums over
 samples belong to one program per mode and block of channels, sums over channels to one program per
-sample: no atomics, the same result in every run, and a time that hardly depends on K. Letters and
-formulas as in docs/math.md: A and D are the gradients of scale and shift, T, E, U, S their sums.
+sample: no atomics, the same result in every run, and a time that hardly depends on K.
 """
 
 from __future__ import annotations
@@ -11,11 +10,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from modenorm.kernels.gpu_arrays import TINY, load_affine, load_rows
+from modenorm.kernels.gpu_mixing_backward import (
+    modes_backward_kernel,
+    parameters_backward_kernel,
+    samples_backward_kernel,
+)
 from modenorm.kernels.launch import Launch
 
 __all__ = ["Mixing"]
-
-TINY = tl.constexpr(1.1754943508222875e-38)  # the smallest normal float32
 
 
 @triton.jit
@@ -92,7 +95,7 @@ def _statistics_kernel(
         samples = start + tl.arange(0, BLOCK_N)
         mask_n = samples < num_samples
         gates = tl.load(gates_ptr + samples * num_modes + mode, mask=mask_n, other=0.0)
-        mean = _load(mean_ptr, samples, channels, mask_n, mask_c, num_channels)
+        mean = load_rows(mean_ptr, samples, channels, mask_n, mask_c, num_channels)
         masses += gates
         sums += gates[:, None] * mean
         if UPDATE:
@@ -106,8 +109,8 @@ def _statistics_kernel(
         samples = start + tl.arange(0, BLOCK_N)
         mask_n = samples < num_samples
         gates = tl.load(gates_ptr + samples * num_modes + mode, mask=mask_n, other=0.0)
-        mean = _load(mean_ptr, samples, channels, mask_n, mask_c, num_channels)
-        var = _load(var_ptr, samples, channels, mask_n, mask_c, num_channels)
+        mean = load_rows(mean_ptr, samples, channels, mask_n, mask_c, num_channels)
+        var = load_rows(var_ptr, samples, channels, mask_n, mask_c, num_channels)
         apart = mean - mode_mean[None, :]
         sums += gates[:, None] * (var + apart * apart)
     mode_var = tl.sum(sums, 0) / divisor
@@ -165,10 +168,10 @@ def _coefficients_kernel(
     mode_mean = tl.load(mode_mean_ptr + offs_kc, mask=mask_kc, other=0.0)
     inverse = tl.rsqrt(tl.load(mode_var_ptr + offs_kc, mask=mask_kc, other=1.0) + eps)
     if HAS_WEIGHT:
-        inverse *= _affine(weight_ptr, channels, mask_c, offs_kc, mask_kc, PER_MODE)
+        inverse *= load_affine(weight_ptr, channels, mask_c, offs_kc, mask_kc, PER_MODE)
     bias = tl.zeros([BLOCK_K, BLOCK_C], tl.float32)
     if HAS_BIAS:
-        bias += _affine(bias_ptr, channels, mask_c, offs_kc, mask_kc, PER_MODE)
+        bias += load_affine(bias_ptr, channels, mask_c, offs_kc, mask_kc, PER_MODE)
     for i in tl.static_range(BLOCK_N):
         sample = tl.minimum(tl.program_id(0) * BLOCK_N + i, num_samples - 1)
         gates_at = gates_ptr + sample * num_modes + modes
@@ -183,208 +186,6 @@ def _coefficients_kernel(
             shift = tl.sum(shifts, 0) + tl.sum(tl.where(modes[:, None] == 0, bias, 0.0), 0)
         tl.store(scale_ptr + offs, tl.sum(terms, 0), mask=mask_c)
         tl.store(shift_ptr + offs, shift, mask=mask_c)
-
-
-@triton.jit
-def _modes_backward_kernel(
-    mean_ptr,  # (N, C)
-    gates_ptr,  # (N, K)
-    mode_mean_ptr,  # (K, C)
-    mode_var_ptr,  # (K, C)
-    mass_ptr,  # (K,)
-    weight_ptr,  # (C,) or (K, C)
-    dscale_ptr,  # A, (N, C)
-    dshift_ptr,  # D, (N, C)
-    u_ptr,  # (K, C), dL/dμ over N_k
-    s_ptr,  # (K, C), dL/dσ² over N_k
-    dweights_ptr,  # (K, C), each mode's share of the weight's gradient
-    dbias_ptr,  # (C,) or (K, C)
-    num_samples,
-    num_channels,
-    num_modes,
-    eps,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    PER_MODE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    """Gradients of one mode's statistics in a block of channels."""
-    mode = tl.program_id(1)
-    channels = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    mask_c = channels < num_channels
-    offs_kc = mode * num_channels + channels
-    mode_mean = tl.load(mode_mean_ptr + offs_kc, mask=mask_c, other=0.0)
-    mode_var = tl.load(mode_var_ptr + offs_kc, mask=mask_c, other=1.0)
-    sums_t = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
-    sums_e = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
-    sums_d = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
-    for start in range(0, num_samples, BLOCK_N):
-        samples = start + tl.arange(0, BLOCK_N)
-        mask_n = samples < num_samples
-        gates = tl.load(gates_ptr + samples * num_modes + mode, mask=mask_n, other=0.0)[:, None]
-        mean = _load(mean_ptr, samples, channels, mask_n, mask_c, num_channels)
-        dscale = _load(dscale_ptr, samples, channels, mask_n, mask_c, num_channels)
-        dshift = _load(dshift_ptr, samples, channels, mask_n, mask_c, num_channels)
-        sums_t += gates * (dscale + dshift * (mean - mode_mean[None, :]))
-        sums_e += gates * dshift
-        sums_d += dshift
-    t, e = tl.sum(sums_t, 0), tl.sum(sums_e, 0)
-    inverse = tl.rsqrt(mode_var + eps)
-    divisor = tl.maximum(tl.load(mass_ptr + mode), TINY)
-    scaled = inverse
-    if HAS_WEIGHT:
-        tl.store(dweights_ptr + offs_kc, inverse * t, mask=mask_c)
-        offs = offs_kc if PER_MODE else channels
-        scaled = inverse * tl.load(weight_ptr + offs, mask=mask_c, other=0.0)
-    if HAS_BIAS:
-        if PER_MODE:
-            tl.store(dbias_ptr + offs_kc, e, mask=mask_c)
-        elif mode == 0:
-            tl.store(dbias_ptr + channels, tl.sum(sums_d, 0), mask=mask_c)
-    tl.store(u_ptr + offs_kc, -scaled * e / divisor, mask=mask_c)
-    tl.store(s_ptr + offs_kc, -0.5 * scaled * inverse * inverse * t / divisor, mask=mask_c)
-
-
-@triton.jit
-def _samples_backward_kernel(
-    mean_ptr,  # (N, C)
-    var_ptr,  # (N, C)
-    gates_ptr,  # (N, K)
-    mode_mean_ptr,  # (K, C)
-    mode_var_ptr,  # (K, C)
-    u_ptr,  # (K, C)
-    s_ptr,  # (K, C)
-    weight_ptr,  # (C,) or (K, C)
-    bias_ptr,  # (C,) or (K, C)
-    gate_weight_ptr,  # (K, C)
-    extra_ptr,  # (N, K), the gradient of the gates as an output
-    dscale_ptr,  # A, (N, C); becomes the slope, 2 dv / L
-    dshift_ptr,  # D, (N, C); becomes the offset, dm / L
-    scale_ptr,  # (N, C), as in the forward
-    dlogits_ptr,  # (N, K); the gradient of the gates if they were given
-    num_channels,
-    num_modes,
-    num_positions,
-    eps,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    PER_MODE: tl.constexpr,
-    HAS_GATE: tl.constexpr,
-    HAS_EXTRA: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    """One sample's gate gradients, then its moments' gradients as the coefficients of dx."""
-    sample = tl.program_id(0)
-    modes = tl.arange(0, BLOCK_K)
-    mask_k = modes < num_modes
-    gates = tl.load(gates_ptr + sample * num_modes + modes, mask=mask_k, other=0.0)
-    sums = tl.zeros([BLOCK_K, BLOCK_C], tl.float32)
-    for start in range(0, num_channels, BLOCK_C):
-        channels = start + tl.arange(0, BLOCK_C)
-        mask_c = channels < num_channels
-        offs, offs_kc = sample * num_channels + channels, modes[:, None] * num_channels + channels
-        mask_kc = mask_k[:, None] & mask_c[None, :]
-        mean = tl.load(mean_ptr + offs, mask=mask_c, other=0.0)[None, :]
-        var = tl.load(var_ptr + offs, mask=mask_c, other=0.0)[None, :]
-        dscale = tl.load(dscale_ptr + offs, mask=mask_c, other=0.0)[None, :]
-        dshift = tl.load(dshift_ptr + offs, mask=mask_c, other=0.0)[None, :]
-        mode_var = tl.load(mode_var_ptr + offs_kc, mask=mask_kc, other=0.0)
-        apart = mean - tl.load(mode_mean_ptr + offs_kc, mask=mask_kc, other=0.0)
-        inverse = tl.rsqrt(mode_var + eps)
-        if HAS_WEIGHT:
-            inverse *= _affine(weight_ptr, channels, mask_c, offs_kc, mask_kc, PER_MODE)
-        u = tl.load(u_ptr + offs_kc, mask=mask_kc, other=0.0)
-        s = tl.load(s_ptr + offs_kc, mask=mask_kc, other=0.0)
-        sums += inverse * (dscale + dshift * apart) + u * apart
-        sums += s * (var + apart * apart - mode_var)
-        if HAS_BIAS and PER_MODE:
-            sums += dshift * _affine(bias_ptr, channels, mask_c, offs_kc, mask_kc, PER_MODE)
-    dgates = tl.sum(sums, 1)
-    if HAS_EXTRA:
-        dgates += tl.load(extra_ptr + sample * num_modes + modes, mask=mask_k, other=0.0)
-    dlogits = dgates
-    if HAS_GATE:
-        dlogits = gates * (dgates - tl.sum(gates * dgates, 0))
-    tl.store(dlogits_ptr + sample * num_modes + modes, dlogits, mask=mask_k)
-
-    for start in range(0, num_channels, BLOCK_C):
-        channels = start + tl.arange(0, BLOCK_C)
-        mask_c = channels < num_channels
-        offs, offs_kc = sample * num_channels + channels, modes[:, None] * num_channels + channels
-        mask_kc = mask_k[:, None] & mask_c[None, :]
-        mean = tl.load(mean_ptr + offs, mask=mask_c, other=0.0)[None, :]
-        inverse = tl.rsqrt(tl.load(mode_var_ptr + offs_kc, mask=mask_kc, other=0.0) + eps)
-        if HAS_WEIGHT:
-            inverse *= _affine(weight_ptr, channels, mask_c, offs_kc, mask_kc, PER_MODE)
-        apart = mean - tl.load(mode_mean_ptr + offs_kc, mask=mask_kc, other=0.0)
-        u = tl.load(u_ptr + offs_kc, mask=mask_kc, other=0.0)
-        s = tl.load(s_ptr + offs_kc, mask=mask_kc, other=0.0)
-        pulls = gates[:, None] * (u + 2.0 * s * apart)
-        if HAS_GATE:
-            weight = tl.load(gate_weight_ptr + offs_kc, mask=mask_kc, other=0.0)
-            pulls += dlogits[:, None] * weight
-        slope = tl.sum(gates[:, None] * s, 0) * (2.0 / num_positions)
-        tl.store(scale_ptr + offs, tl.sum(gates[:, None] * inverse, 0), mask=mask_c)
-        tl.store(dscale_ptr + offs, slope, mask=mask_c)
-        tl.store(dshift_ptr + offs, tl.sum(pulls, 0) / num_positions, mask=mask_c)
-
-
-@triton.jit
-def _parameters_backward_kernel(
-    mean_ptr,  # (N, C)
-    dlogits_ptr,  # (N, K)
-    dweights_ptr,  # (K, C)
-    dgate_weight_ptr,  # (K, C)
-    dgate_bias_ptr,  # (K,)
-    dweight_ptr,  # (C,)
-    num_samples,
-    num_channels,
-    num_modes,
-    HAS_GATE: tl.constexpr,
-    SUM_WEIGHTS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    """The gate's parameters, one mode and a block of channels; the weight, summed over modes."""
-    mode = tl.program_id(1)
-    channels = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    mask_c = channels < num_channels
-    if HAS_GATE:
-        sums = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
-        sums_b = tl.zeros([BLOCK_N], tl.float32)
-        for start in range(0, num_samples, BLOCK_N):
-            samples = start + tl.arange(0, BLOCK_N)
-            mask_n = samples < num_samples
-            dlogits = tl.load(dlogits_ptr + samples * num_modes + mode, mask=mask_n, other=0.0)
-            mean = _load(mean_ptr, samples, channels, mask_n, mask_c, num_channels)
-            sums += dlogits[:, None] * mean
-            sums_b += dlogits
-        offs_kc = mode * num_channels + channels
-        tl.store(dgate_weight_ptr + offs_kc, tl.sum(sums, 0), mask=mask_c)
-        tl.store(dgate_bias_ptr + mode, tl.sum(sums_b, 0))
-    if SUM_WEIGHTS and mode == 0:
-        modes = tl.arange(0, BLOCK_K)
-        mask_k = modes < num_modes
-        shares = _load(dweights_ptr, modes, channels, mask_k, mask_c, num_channels)
-        tl.store(dweight_ptr + channels, tl.sum(shares, 0), mask=mask_c)
-
-
-@triton.jit
-def _load(ptr, rows, channels, mask_rows, mask_c, num_channels):
-    mask = mask_rows[:, None] & mask_c[None, :]
-    return tl.load(ptr + rows[:, None] * num_channels + channels[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def _affine(ptr, channels, mask_c, offs_kc, mask_kc, PER_MODE: tl.constexpr):
-    if PER_MODE:
-        values = tl.load(ptr + offs_kc, mask=mask_kc, other=0.0)
-    else:
-        values = tl.load(ptr + channels, mask=mask_c, other=0.0)[None, :]
-    return values
 
 
 class Mixing:
@@ -439,11 +240,11 @@ class Mixing:
             direct,
         )
         self.modes_backward = Launch(
-            _modes_backward_kernel, by_mode, (*sizes, eps), (*affine, walk, block), 8, direct
+            modes_backward_kernel, by_mode, (*sizes, eps), (*affine, walk, block), 8, direct
         )
         self.samples_backward, self.samples_backward_extra = (
             Launch(
-                _samples_backward_kernel,
+                samples_backward_kernel,
                 (num_samples,),
                 (num_channels, num_modes, num_positions, eps),
                 (*affine, has_gate, extra, modes, wide),
@@ -454,7 +255,7 @@ class Mixing:
         )
         has_weight, _, per_mode = affine
         self.parameters_backward = Launch(
-            _parameters_backward_kernel,
+            parameters_backward_kernel,
             by_mode,
             sizes,
             (has_gate, has_weight and not per_mode, walk, modes, block),

@@ -1,0 +1,201 @@
+"""Backward of mode normalization's mixing on the GPU, in Triton: modes, samples, parameters.
+
+Letters and formulas as in docs/math.md: A and D are the gradients of scale and shift, T, E, U, S
+their sums per mode.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from modenorm.kernels.gpu_arrays import TINY, load_affine, load_rows
+
+__all__ = ["modes_backward_kernel", "parameters_backward_kernel", "samples_backward_kernel"]
+
+
+@triton.jit
+def modes_backward_kernel(
+    mean_ptr,  # (N, C)
+    gates_ptr,  # (N, K)
+    mode_mean_ptr,  # (K, C)
+    mode_var_ptr,  # (K, C)
+    mass_ptr,  # (K,)
+    weight_ptr,  # (C,) or (K, C)
+    dscale_ptr,  # A, (N, C)
+    dshift_ptr,  # D, (N, C)
+    u_ptr,  # (K, C), dL/dμ over N_k
+    s_ptr,  # (K, C), dL/dσ² over N_k
+    dweights_ptr,  # (K, C), each mode's share of the weight's gradient
+    dbias_ptr,  # (C,) or (K, C)
+    num_samples,
+    num_channels,
+    num_modes,
+    eps,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PER_MODE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Gradients of one mode's statistics in a block of channels."""
+    mode = tl.program_id(1)
+    channels = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    mask_c = channels < num_channels
+    offs_kc = mode * num_channels + channels
+    mode_mean = tl.load(mode_mean_ptr + offs_kc, mask=mask_c, other=0.0)
+    mode_var = tl.load(mode_var_ptr + offs_kc, mask=mask_c, other=1.0)
+    sums_t = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
+    sums_e = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
+    sums_d = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
+    for start in range(0, num_samples, BLOCK_N):
+        samples = start + tl.arange(0, BLOCK_N)
+        mask_n = samples < num_samples
+        gates = tl.load(gates_ptr + samples * num_modes + mode, mask=mask_n, other=0.0)[:, None]
+        mean = load_rows(mean_ptr, samples, channels, mask_n, mask_c, num_channels)
+        dscale = load_rows(dscale_ptr, samples, channels, mask_n, mask_c, num_channels)
+        dshift = load_rows(dshift_ptr, samples, channels, mask_n, mask_c, num_channels)
+        sums_t += gates * (dscale + dshift * (mean - mode_mean[None, :]))
+        sums_e += gates * dshift
+        sums_d += dshift
+    t, e = tl.sum(sums_t, 0), tl.sum(sums_e, 0)
+    inverse = tl.rsqrt(mode_var + eps)
+    divisor = tl.maximum(tl.load(mass_ptr + mode), TINY)
+    scaled = inverse
+    if HAS_WEIGHT:
+        tl.store(dweights_ptr + offs_kc, inverse * t, mask=mask_c)
+        offs = offs_kc if PER_MODE else channels
+        scaled = inverse * tl.load(weight_ptr + offs, mask=mask_c, other=0.0)
+    if HAS_BIAS:
+        if PER_MODE:
+            tl.store(dbias_ptr + offs_kc, e, mask=mask_c)
+        elif mode == 0:
+            tl.store(dbias_ptr + channels, tl.sum(sums_d, 0), mask=mask_c)
+    tl.store(u_ptr + offs_kc, -scaled * e / divisor, mask=mask_c)
+    tl.store(s_ptr + offs_kc, -0.5 * scaled * inverse * inverse * t / divisor, mask=mask_c)
+
+
+@triton.jit
+def samples_backward_kernel(
+    mean_ptr,  # (N, C)
+    var_ptr,  # (N, C)
+    gates_ptr,  # (N, K)
+    mode_mean_ptr,  # (K, C)
+    mode_var_ptr,  # (K, C)
+    u_ptr,  # (K, C)
+    s_ptr,  # (K, C)
+    weight_ptr,  # (C,) or (K, C)
+    bias_ptr,  # (C,) or (K, C)
+    gate_weight_ptr,  # (K, C)
+    extra_ptr,  # (N, K), the gradient of the gates as an output
+    dscale_ptr,  # A, (N, C); becomes the slope, 2 dv / L
+    dshift_ptr,  # D, (N, C); becomes the offset, dm / L
+    scale_ptr,  # (N, C), as in the forward
+    dlogits_ptr,  # (N, K); the gradient of the gates if they were given
+    num_channels,
+    num_modes,
+    num_positions,
+    eps,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PER_MODE: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    HAS_EXTRA: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """One sample's gate gradients, then its moments' gradients as the coefficients of dx."""
+    sample = tl.program_id(0)
+    modes = tl.arange(0, BLOCK_K)
+    mask_k = modes < num_modes
+    gates = tl.load(gates_ptr + sample * num_modes + modes, mask=mask_k, other=0.0)
+    sums = tl.zeros([BLOCK_K, BLOCK_C], tl.float32)
+    for start in range(0, num_channels, BLOCK_C):
+        channels = start + tl.arange(0, BLOCK_C)
+        mask_c = channels < num_channels
+        offs, offs_kc = sample * num_channels + channels, modes[:, None] * num_channels + channels
+        mask_kc = mask_k[:, None] & mask_c[None, :]
+        mean = tl.load(mean_ptr + offs, mask=mask_c, other=0.0)[None, :]
+        var = tl.load(var_ptr + offs, mask=mask_c, other=0.0)[None, :]
+        dscale = tl.load(dscale_ptr + offs, mask=mask_c, other=0.0)[None, :]
+        dshift = tl.load(dshift_ptr + offs, mask=mask_c, other=0.0)[None, :]
+        mode_var = tl.load(mode_var_ptr + offs_kc, mask=mask_kc, other=0.0)
+        apart = mean - tl.load(mode_mean_ptr + offs_kc, mask=mask_kc, other=0.0)
+        inverse = tl.rsqrt(mode_var + eps)
+        if HAS_WEIGHT:
+            inverse *= load_affine(weight_ptr, channels, mask_c, offs_kc, mask_kc, PER_MODE)
+        u = tl.load(u_ptr + offs_kc, mask=mask_kc, other=0.0)
+        s = tl.load(s_ptr + offs_kc, mask=mask_kc, other=0.0)
+        sums += inverse * (dscale + dshift * apart) + u * apart
+        sums += s * (var + apart * apart - mode_var)
+        if HAS_BIAS and PER_MODE:
+            sums += dshift * load_affine(bias_ptr, channels, mask_c, offs_kc, mask_kc, PER_MODE)
+    dgates = tl.sum(sums, 1)
+    if HAS_EXTRA:
+        dgates += tl.load(extra_ptr + sample * num_modes + modes, mask=mask_k, other=0.0)
+    dlogits = dgates
+    if HAS_GATE:
+        dlogits = gates * (dgates - tl.sum(gates * dgates, 0))
+    tl.store(dlogits_ptr + sample * num_modes + modes, dlogits, mask=mask_k)
+
+    for start in range(0, num_channels, BLOCK_C):
+        channels = start + tl.arange(0, BLOCK_C)
+        mask_c = channels < num_channels
+        offs, offs_kc = sample * num_channels + channels, modes[:, None] * num_channels + channels
+        mask_kc = mask_k[:, None] & mask_c[None, :]
+        mean = tl.load(mean_ptr + offs, mask=mask_c, other=0.0)[None, :]
+        inverse = tl.rsqrt(tl.load(mode_var_ptr + offs_kc, mask=mask_kc, other=0.0) + eps)
+        if HAS_WEIGHT:
+            inverse *= load_affine(weight_ptr, channels, mask_c, offs_kc, mask_kc, PER_MODE)
+        apart = mean - tl.load(mode_mean_ptr + offs_kc, mask=mask_kc, other=0.0)
+        u = tl.load(u_ptr + offs_kc, mask=mask_kc, other=0.0)
+        s = tl.load(s_ptr + offs_kc, mask=mask_kc, other=0.0)
+        pulls = gates[:, None] * (u + 2.0 * s * apart)
+        if HAS_GATE:
+            weight = tl.load(gate_weight_ptr + offs_kc, mask=mask_kc, other=0.0)
+            pulls += dlogits[:, None] * weight
+        slope = tl.sum(gates[:, None] * s, 0) * (2.0 / num_positions)
+        tl.store(scale_ptr + offs, tl.sum(gates[:, None] * inverse, 0), mask=mask_c)
+        tl.store(dscale_ptr + offs, slope, mask=mask_c)
+        tl.store(dshift_ptr + offs, tl.sum(pulls, 0) / num_positions, mask=mask_c)
+
+
+@triton.jit
+def parameters_backward_kernel(
+    mean_ptr,  # (N, C)
+    dlogits_ptr,  # (N, K)
+    dweights_ptr,  # (K, C)
+    dgate_weight_ptr,  # (K, C)
+    dgate_bias_ptr,  # (K,)
+    dweight_ptr,  # (C,)
+    num_samples,
+    num_channels,
+    num_modes,
+    HAS_GATE: tl.constexpr,
+    SUM_WEIGHTS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """The gate's parameters, one mode and a block of channels; the weight, summed over modes."""
+    mode = tl.program_id(1)
+    channels = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    mask_c = channels < num_channels
+    if HAS_GATE:
+        sums = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
+        sums_b = tl.zeros([BLOCK_N], tl.float32)
+        for start in range(0, num_samples, BLOCK_N):
+            samples = start + tl.arange(0, BLOCK_N)
+            mask_n = samples < num_samples
+            dlogits = tl.load(dlogits_ptr + samples * num_modes + mode, mask=mask_n, other=0.0)
+            mean = load_rows(mean_ptr, samples, channels, mask_n, mask_c, num_channels)
+            sums += dlogits[:, None] * mean
+            sums_b += dlogits
+        offs_kc = mode * num_channels + channels
+        tl.store(dgate_weight_ptr + offs_kc, tl.sum(sums, 0), mask=mask_c)
+        tl.store(dgate_bias_ptr + mode, tl.sum(sums_b, 0))
+    if SUM_WEIGHTS and mode == 0:
+        modes = tl.arange(0, BLOCK_K)
+        mask_k = modes < num_modes
+        shares = load_rows(dweights_ptr, modes, channels, mask_k, mask_c, num_channels)
+        tl.store(dweight_ptr + channels, tl.sum(shares, 0), mask=mask_c)
