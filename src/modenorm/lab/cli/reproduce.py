@@ -1,0 +1,226 @@
+"""`modenorm reproduce`: the paper's tables, trained and put beside the published numbers."""
+
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from modenorm.lab.experiments.collect import borrow, collect, read_lines, results_file, update
+from modenorm.lab.experiments.page import conditions, with_results
+from modenorm.lab.experiments.paper import TABLES
+from modenorm.lab.experiments.plan import Plan, make_plan, steps_left, total_steps
+from modenorm.lab.experiments.summary import HEADER, orders, rows, summarize
+from modenorm.lab.training import Run, Training, train_many
+
+PAGES = (Path("README.md"), Path("docs/reproduction.md"))
+TARGETS = (*TABLES, "all", "pages")
+PLAIN_SECONDS = 30.0
+_machine = partial(typer.Option, rich_help_panel="Where")
+
+
+def reproduce_command(
+    target: str = typer.Argument(
+        ..., metavar="TABLE", help=f"{', '.join(TABLES)}, all, or pages: only rebuild the tables."
+    ),
+    seeds: int = typer.Option(5, min=1, help="Seeds for each cell, counting up from 0."),
+    limit: int | None = typer.Option(None, min=1, help="Train at most this many of what is left."),
+    dry_run: bool = typer.Option(False, help="Only list what is done and what is left."),
+    retry_failed: bool = typer.Option(False, help="Train failed runs again."),
+    data: Path = _machine(
+        Path("data"), help="Folder with the data sets' files, and imagenet/ for table4."
+    ),
+    runs: Path = _machine(Path("runs"), help="Folder of runs; each gets a folder in it."),
+    results: Path = _machine(
+        Path("results"), help="Folder of results: TABLE.jsonl, kept and added to."
+    ),
+    device: str | None = _machine(None, help="cuda or cpu; the GPU if there is one."),
+    parallel: int = _machine(10, min=1, help="Trainings side by side at most."),
+    checkpoint_every: float = _machine(60.0, help="Seconds between checkpoints."),
+) -> None:
+    """Reproduce a table of the paper: train what is missing, then show it beside the paper.
+
+    Trainings that were interrupted go on; what is in the results already is not trained again.
+
+    What is left to do:  modenorm reproduce all --dry-run
+    """
+    if target not in TARGETS:
+        raise ValueError(f"unknown table {target!r}: expected {', '.join(TARGETS)}")
+    if target == "pages":
+        _rebuild_pages(results)
+        return
+    tables = list(TABLES) if target == "all" else [target]
+    plan = make_plan(tables, range(seeds), data=data, runs_dir=runs, results=results)
+    _warn(plan, tables)
+    if dry_run:
+        _show_plan(plan, Console())
+        return
+    machine = {
+        "data_dir": data,
+        "device": device,
+        "parallel": parallel,
+        "checkpoint_every": checkpoint_every,
+    }
+    failures = _train(plan, plan.left(limit, retry_failed), tables, (runs, results), machine)
+    for table in tables:
+        _show_table(table, results, Console())
+    if failures:
+        raise typer.Exit(1)
+
+
+def _warn(plan: Plan, tables: list[str]) -> None:
+    """Name what cannot be trained for want of data; an error if that is all there is."""
+    for group, folder in plan.without_data.items():
+        _say(f"{group} is left out: there is no folder {folder}")
+    if plan.without_data and not any(plan.runs.values()):
+        folders = ", ".join(map(str, plan.without_data.values()))
+        raise ValueError(
+            f"{' '.join(tables)} needs images as train/CLASS/IMAGE and val/CLASS/IMAGE in one of "
+            f"{folders}: set --data"
+        )
+
+
+def _train(
+    plan: Plan,
+    left: list[Run],
+    tables: list[str],
+    folders: tuple[Path, Path],
+    machine: dict[str, Any],
+) -> list[str]:
+    """Train, keep the results whatever happens, and return why trainings failed."""
+    runs, results = folders
+    began = time.monotonic()
+    try:
+        configs = [run.config for run in left]
+        steps = sum(map(total_steps, configs))
+        with OverallProgress(len(left), steps, Console(stderr=True)) as progress:
+            outcomes = train_many(configs, runs, listener=progress, **machine)
+    except KeyboardInterrupt:
+        _say(f"Interrupted. What was trained is kept in {runs}; give the same command to go on.")
+        raise typer.Exit(130) from None
+    finally:
+        _collect(tables, runs, results)
+    if left:
+        _say(f"{len(left)} trainings in {(time.monotonic() - began) / 60:.1f} minutes")
+    failures = [outcome.failure for outcome in outcomes if outcome.failure]
+    failures += [
+        f"{run.path.name} failed before: see {run.path / 'failed'}, or set --retry-failed"
+        for run in plan.runs["failed"]
+        if run.state == "failed" and run not in left
+    ]
+    for failure in failures:
+        _say(f"failed: {failure}")
+    return failures
+
+
+def _collect(tables: list[str], runs: Path, results: Path) -> None:
+    problems: dict[str, None] = {}
+    for table in tables:
+        found = collect(TABLES[table], runs)
+        problems |= dict.fromkeys(found.problems)
+        lines = [*borrow(table, results), *found.lines]
+        update(results_file(results, table), lines, TABLES[table])
+    for problem in problems:
+        _say(problem)
+
+
+def _rebuild_pages(results: Path) -> None:
+    for page in filter(Path.exists, PAGES):
+        page.write_text(with_results(page.read_text(), results))
+
+
+def _show_plan(plan: Plan, console: Console) -> None:
+    table = Table("run", "state", "steps left")
+    for state, runs in plan.runs.items():
+        for run in runs:
+            left = 0 if state == "done" else steps_left([run])
+            table.add_row(run.path.name, state, f"{left:,}")
+    console.print(table)
+    counts = ", ".join(f"{len(runs)} {state}" for state, runs in plan.runs.items())
+    console.print(f"{counts}; {steps_left(plan.left()):,} steps left", highlight=False)
+
+
+def _show_table(name: str, results: Path, console: Console) -> None:
+    lines = read_lines(results_file(results, name))
+    summaries = summarize(TABLES[name], lines)
+    table = Table(*HEADER, title=name)
+    for row in rows(summaries):
+        table.add_row(*row)
+    console.print(table)
+    for sentence in [*orders(summaries), *([conditions(lines)] if lines else [])]:
+        console.print(sentence, highlight=False, soft_wrap=True)
+
+
+def _say(text: str) -> None:
+    Console(stderr=True).print(text, highlight=False, soft_wrap=True, markup=False)
+
+
+class OverallProgress:
+    """A bar of all steps and one for each training in progress; plain lines without a terminal.
+
+    Args:
+        runs: Number of trainings.
+        steps: Steps of all of them together, those of earlier processes included.
+        console: Where to show it.
+    """
+
+    def __init__(self, runs: int, steps: int, console: Console) -> None:
+        self._console, self._runs, self._steps = console, runs, steps
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.percentage:3.0f} %  {task.fields[error]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._all = self._progress.add_task("all", total=steps, error="")
+        self._tasks: dict[str, TaskID] = {}
+        self._places: dict[str, int] = {}
+        self._advanced = self._finished = 0
+        self._told = time.monotonic()
+
+    def __enter__(self) -> "OverallProgress":
+        if self._runs:
+            self._progress.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._progress.stop()
+
+    def __call__(self, training: Training) -> None:
+        """Show how far a training is."""
+        name, step, total = training.run.path.name, training.position.step, training.schedule.total
+        if name not in self._tasks:
+            self._tasks[name] = self._progress.add_task(name, total=total, error="")
+            self._places[name] = 0
+        metrics = training.position.metrics
+        error = f"error {metrics[-1]['test_error']:.2f} %" if metrics else ""
+        self._advanced += step - self._places[name]
+        self._places[name] = step
+        ended = step == total and bool(metrics) and metrics[-1]["step"] == total
+        self._progress.update(self._tasks[name], completed=step, error=error)
+        if ended:
+            self._finished += 1
+            self._progress.update(self._tasks[name], visible=False)
+        count = f"{self._finished}/{self._runs} done"
+        self._progress.update(self._all, completed=self._advanced, description=count)
+        if ended or time.monotonic() - self._told > PLAIN_SECONDS:
+            self._tell(f"{count}  step {self._advanced:,}/{self._steps:,}  {name}  {error}")
+
+    def _tell(self, text: str) -> None:
+        self._told = time.monotonic()
+        if not self._console.is_terminal:
+            self._console.print(text, highlight=False, soft_wrap=True)

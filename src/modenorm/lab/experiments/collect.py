@@ -1,0 +1,140 @@
+"""From run directories to results/TABLE.jsonl, one line per training; nothing in it is typed."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from modenorm.lab.experiments.paper import TABLES, Cell, dataset_name, settings_key
+from modenorm.lab.report.records import Record, find_directories, read_record
+from modenorm.lab.training import TrainConfig
+from modenorm.lab.training.files import write_whole
+
+Line = dict[str, Any]
+OF_RESULT = (
+    "final_error", "top_error", "top5_error", "domain_errors", "samples_seen", "seconds",
+    "torch", "commit", "date",
+)  # fmt: skip
+
+
+@dataclass
+class Collection:
+    """Lines of finished trainings, and a sentence for each run that gave none."""
+
+    lines: list[Line] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def collect(cells: Sequence[Cell], runs_dir: Path) -> Collection:
+    """Read the finished runs of one table's cells; runs of other experiments are passed over."""
+    found = Collection()
+    tables = {cell.key: cell.table for cell in cells}
+    for folder in find_directories([runs_dir]) if runs_dir.is_dir() else []:
+        record = read_record(folder)
+        try:
+            config = _config(record)
+            if settings_key(config) not in tables:
+                continue
+            if record.state != "done":
+                problem = "; ".join(record.problems) or "not finished"
+                raise ValueError(problem)
+            found.lines.append(line(tables[settings_key(config)], config, record.result))
+        except ValueError as error:
+            found.problems.append(f"{folder.name} is left out: {error}")
+    return found
+
+
+def _config(record: Record) -> TrainConfig:
+    if not record.config:
+        raise ValueError("; ".join(record.problems))
+    return TrainConfig.from_json(json.dumps(record.config))
+
+
+def line(table: str, config: TrainConfig, result: dict[str, Any]) -> Line:
+    """One line of results/TABLE.jsonl."""
+    missing = [name for name in ("run", "device", *OF_RESULT) if name not in result]
+    if missing:
+        raise ValueError(f"result.json has no {missing[0]}")
+    if result["run"] != config.run_id:
+        raise ValueError(f"result.json is of the run {result['run']}")
+    return {
+        "table": table,
+        "model": config.model,
+        "dataset": dataset_name(config),
+        "norm": config.norm,
+        "modes": config.modes if config.norm in ("mn", "mgn") else None,
+        "groups": config.groups if config.norm == "gn" else None,
+        "where": config.where,
+        "batch": config.batch,
+        "dtype": config.dtype,
+        "channels_last": config.channels_last,
+        "seed": config.seed,
+        **{name: result[name] for name in OF_RESULT},
+        "gpu": result["device"],
+        "settings": settings_key(config),
+    }
+
+
+def results_file(results: Path, table: str) -> Path:
+    """Where a table's lines are kept."""
+    return results / f"{table}.jsonl"
+
+
+def read_lines(path: Path) -> list[Line]:
+    """Read a file of results; none if it is not there.
+
+    Raises:
+        ValueError: A line is not one of results.
+    """
+    if not path.exists():
+        return []
+    return [
+        _parse(text, f"{path}, line {number}")
+        for number, text in enumerate(path.read_text().splitlines(), start=1)
+    ]
+
+
+def _parse(text: str, where: str) -> Line:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{where} is not JSON ({error}): mend or remove it") from None
+    if not isinstance(value, dict) or not {"settings", "seed", "top_error"} <= value.keys():
+        raise ValueError(f"{where} is no result of a training: mend or remove it")
+    return value
+
+
+def borrow(table: str, results: Path) -> list[Line]:
+    """Lines of trainings that a table has in common with others and that only those hold."""
+    keys = {cell.key for cell in TABLES[table]}
+    own = {(each["settings"], each["seed"]) for each in read_lines(results_file(results, table))}
+    return [
+        each | {"table": table}
+        for other in TABLES
+        for each in read_lines(results_file(results, other))
+        if other != table
+        and each["settings"] in keys
+        and (each["settings"], each["seed"]) not in own
+    ]
+
+
+def merge(old: Iterable[Line], new: Iterable[Line], cells: Sequence[Cell]) -> list[Line]:
+    """Old and new lines in the order of the cells and seeds; a new line replaces the same one."""
+    lines = {(each["settings"], each["seed"]): each for each in (*old, *new)}
+    place = {cell.key: number for number, cell in enumerate(cells)}
+
+    def order(key: tuple[str, int]) -> tuple[int, str, int]:
+        return place.get(key[0], len(place)), *key
+
+    return [lines[key] for key in sorted(lines, key=order)]
+
+
+def update(path: Path, new: Iterable[Line], cells: Sequence[Cell]) -> list[Line]:
+    """Merge lines into a file of results and return all it then holds."""
+    old = read_lines(path)
+    lines = merge(old, new, cells)
+    if lines != old:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, "".join(json.dumps(each) + "\n" for each in lines).encode())
+    return lines

@@ -1,0 +1,300 @@
+"""The paper's tables as data: every cell with its settings and the number that was published.
+
+Errors are in percent. Open points of the paper and what is taken here: docs/reproduction.md.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any
+
+from modenorm.lab.training import TrainConfig
+
+FOLDER = "folder:"
+Published = tuple[float, float | None] | None
+"""Mean and standard deviation; None where nothing was published."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One number of a table: what to train, and what the paper reports.
+
+    Attributes:
+        table: A key of `TABLES`.
+        group: The network, data or batch size that cells to be compared have in common.
+        label: The norm, such as "MN K=2".
+        settings: Arguments of `TrainConfig` without the seed.
+        error: Published error; None if there is none.
+        sd: Published standard deviation over initialisations.
+        top5: Published top-5 error.
+    """
+
+    table: str
+    group: str
+    label: str
+    settings: Mapping[str, Any]
+    error: float | None = None
+    sd: float | None = None
+    top5: float | None = None
+
+    def config(self, seed: int) -> TrainConfig:
+        """The training with a seed."""
+        return TrainConfig(**self.settings, seed=seed)
+
+    @property
+    def key(self) -> str:
+        """See `settings_key`."""
+        return settings_key(self.config(0))
+
+
+@dataclass(frozen=True)
+class Cited:
+    """A number that the paper quotes from others beside its own."""
+
+    table: str
+    group: str
+    label: str
+    error: float
+
+
+NORMS: dict[str, dict[str, Any]] = {
+    "BN": {"norm": "bn"},
+    "IN": {"norm": "in"},
+    "LN": {"norm": "ln"},
+    "GN G=2": {"norm": "gn", "groups": 2},
+    "MN K=2": {"norm": "mn", "modes": 2},
+    "MN K=4": {"norm": "mn", "modes": 4},
+    "MN K=6": {"norm": "mn", "modes": 6},
+    "MGN K=2": {"norm": "mgn", "modes": 2},
+    "first norm MN K=2": {"norm": "mn", "modes": 2, "where": "first"},
+}
+
+LENET = {
+    "model": "lenet",
+    "dataset": "multitask",
+    "lr": 0.1,
+    "unit": "samples",
+    "total": 3_500_000,
+    "milestones": (2_500_000, 3_000_000),
+    "eval_every": 100_000,
+}
+LENET_SMALL_BATCHES = {
+    "model": "lenet",
+    "dataset": "multitask",
+    "lr": 0.02,
+    "unit": "updates",
+    "total": 50_000,
+    "milestones": (35_000, 42_500),
+    "eval_every": 2_500,
+}
+DEEP = {
+    "lr": 0.1,
+    "momentum": 0.9,
+    "weight_decay": 1e-4,
+    "unit": "epochs",
+    "eval_every": 1,
+    "augment": True,
+    "dtype": "bfloat16",
+    "channels_last": True,
+}
+NIN = {**DEEP, "model": "nin", "batch": 128, "total": 100, "milestones": (65, 80)}
+VGG13 = {**DEEP, "model": "vgg13", "batch": 128, "total": 100, "milestones": (65, 80, 90)}
+RESNET20 = {**DEEP, "model": "resnet20", "batch": 128, "total": 160, "milestones": (80, 120)}
+RESNET56 = {**RESNET20, "model": "resnet56"}
+RESNET18 = {**DEEP, "model": "resnet18", "batch": 256, "total": 90, "milestones": (30, 60)}
+CIFAR10, CIFAR100 = {"dataset": "cifar10"}, {"dataset": "cifar100"}
+ILSVRC12 = {"dataset": "folder:imagenet", "image_size": 224}
+TINY = {"dataset": "folder:tiny-imagenet-200", "image_size": 64}
+
+TRAIN_IMAGES = {
+    "multitask": 243_257,
+    "cifar10": 50_000,
+    "cifar100": 50_000,
+    "imagenet": 1_281_167,
+    "tiny-imagenet-200": 100_000,
+}
+
+
+def _cells(
+    table: str, group: str, settings: Mapping[str, Any], published: Mapping[str, Published]
+) -> list[Cell]:
+    return [
+        Cell(table, group, label, {**settings, **NORMS[label]}, *(number or (None, None)))
+        for label, number in published.items()
+    ]
+
+
+TABLE1 = _cells(
+    "table1",
+    "LeNet, N=128",
+    {**LENET, "batch": 128},
+    {
+        "BN": (26.91, 1.08),
+        "IN": (28.87, 2.28),
+        "LN": (27.31, 0.71),
+        "MN K=2": (23.16, 1.23),
+        "MN K=4": (24.25, 0.71),
+        "MN K=6": (25.12, 1.48),
+    },
+)
+
+TABLE2 = [
+    *_cells(
+        "table2",
+        "LeNet, N=4",
+        {**LENET_SMALL_BATCHES, "batch": 4},
+        {
+            "BN": (33.40, 0.75),
+            "MN K=2": (32.80, 1.59),
+            "GN G=2": (32.15, 1.10),
+            "MGN K=2": (31.30, 1.65),
+        },
+    ),
+    *_cells(
+        "table2",
+        "LeNet, N=8",
+        {**LENET_SMALL_BATCHES, "batch": 8},
+        {
+            "BN": (31.98, 1.53),
+            "MN K=2": (29.05, 1.51),
+            "GN G=2": (28.60, 1.45),
+            "MGN K=2": (26.83, 1.34),
+        },
+    ),
+    *_cells(
+        "table2",
+        "LeNet, N=16",
+        {**LENET_SMALL_BATCHES, "batch": 16},
+        {
+            "BN": (30.38, 0.60),
+            "MN K=2": (28.70, 0.68),
+            "GN G=2": (27.63, 0.45),
+            "MGN K=2": (26.00, 1.68),
+        },
+    ),
+]
+
+TABLE3 = [
+    cell
+    for group, settings, bn, mn in (
+        ("NIN on CIFAR-10", {**NIN, **CIFAR10}, 8.82, 8.42),
+        ("NIN on CIFAR-100", {**NIN, **CIFAR100}, 32.30, 31.66),
+        ("VGG13 on CIFAR-10", {**VGG13, **CIFAR10}, 8.28, 7.79),
+        ("VGG13 on CIFAR-100", {**VGG13, **CIFAR100}, 31.15, 30.06),
+        ("ResNet20 on CIFAR-10", {**RESNET20, **CIFAR10}, 8.44, 7.99),
+        ("ResNet20 on CIFAR-100", {**RESNET20, **CIFAR100}, 31.56, 30.53),
+    )
+    for cell in _cells("table3", group, settings, {"BN": (bn, None), "MN K=2": (mn, None)})
+]
+
+TABLE4 = [
+    Cell(
+        "table4",
+        "ResNet18 on ILSVRC12",
+        "BN",
+        {**RESNET18, **ILSVRC12, **NORMS["BN"]},
+        30.25,
+        top5=10.90,
+    ),
+    Cell(
+        "table4",
+        "ResNet18 on ILSVRC12",
+        "MN K=2",
+        {**RESNET18, **ILSVRC12, **NORMS["MN K=2"]},
+        30.07,
+        top5=10.65,
+    ),
+    *_cells(
+        "table4",
+        "ResNet18 on Tiny-ImageNet-200 (a stand-in)",
+        {**RESNET18, **TINY},
+        {"BN": None, "MN K=2": None},
+    ),
+]
+
+TABLE5 = [
+    *_cells(
+        "table5",
+        "LeNet, N=256",
+        {**LENET, "batch": 256},
+        {
+            "BN": (26.34, 1.82),
+            "IN": (31.15, 3.45),
+            "LN": (26.95, 2.51),
+            "MN K=2": (25.29, 1.31),
+            "MN K=4": (25.04, 1.88),
+            "MN K=6": (24.88, 1.24),
+        },
+    ),
+    *_cells(
+        "table5",
+        "LeNet, N=512",
+        {**LENET, "batch": 512},
+        {
+            "BN": (26.51, 1.15),
+            "IN": (29.00, 1.85),
+            "LN": (28.98, 1.32),
+            "MN K=2": (26.18, 1.86),
+            "MN K=4": (24.29, 1.82),
+            "MN K=6": (25.33, 1.33),
+        },
+    ),
+]
+
+# From the authors' repository, each from a single seed; BN for comparison (that of ResNet20 is
+# the same training as in Table 3).
+EXTRA = [
+    *_cells(
+        "extra",
+        "ResNet56 on CIFAR-100",
+        {**RESNET56, **CIFAR100},
+        {"BN": None, "MN K=2": (28.75, None)},
+    ),
+    *_cells(
+        "extra",
+        "ResNet20 on CIFAR-10",
+        {**RESNET20, **CIFAR10},
+        {"BN": None, "first norm MN K=2": (7.73, None)},
+    ),
+]
+
+TABLES: dict[str, list[Cell]] = {
+    "table1": TABLE1,
+    "table2": TABLE2,
+    "table3": TABLE3,
+    "table4": TABLE4,
+    "table5": TABLE5,
+    "extra": EXTRA,
+}
+
+CITED = (
+    Cited("table3", "NIN on CIFAR-10", "Lin et al.", 8.81),
+    Cited("table3", "ResNet20 on CIFAR-10", "He et al.", 8.75),
+)
+
+
+def configs(table: str, seeds: Iterable[int]) -> list[TrainConfig]:
+    """The trainings of a table: every cell with the first seed, then with the second, and so on."""
+    return [cell.config(seed) for seed in seeds for cell in TABLES[table]]
+
+
+def located(config: TrainConfig, data: Path) -> TrainConfig:
+    """The configuration with its image folder, if it has one, inside the folder of data."""
+    if not config.dataset.startswith(FOLDER):
+        return config
+    return dataclasses.replace(config, dataset=f"{FOLDER}{data / dataset_name(config)}")
+
+
+def dataset_name(config: TrainConfig) -> str:
+    """The data set's name; of an image folder the last part of its path."""
+    return PurePath(config.dataset.removeprefix(FOLDER)).name
+
+
+def settings_key(config: TrainConfig) -> str:
+    """A hash of all settings but the seed and the place of an image folder."""
+    settings = dataclasses.asdict(config) | {"dataset": dataset_name(config)}
+    del settings["seed"]
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]

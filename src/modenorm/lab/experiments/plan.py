@@ -1,0 +1,87 @@
+"""What of the tables is done, and what is left to train."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from modenorm.lab.experiments.collect import borrow, read_lines, results_file
+from modenorm.lab.experiments.paper import (
+    FOLDER,
+    TABLES,
+    TRAIN_IMAGES,
+    Cell,
+    configs,
+    dataset_name,
+    located,
+    settings_key,
+)
+from modenorm.lab.training import Run, TrainConfig
+from modenorm.lab.training.runs import State
+from modenorm.lab.training.schedule import Schedule
+
+
+@dataclass
+class Plan:
+    """Trainings of some tables by their state.
+
+    Attributes:
+        runs: done, failed, incomplete and missing ones.
+        without_data: Groups of cells whose image folder is not there.
+    """
+
+    runs: dict[State, list[Run]] = field(
+        default_factory=lambda: {"done": [], "failed": [], "incomplete": [], "missing": []}
+    )
+    without_data: dict[str, Path] = field(default_factory=dict)
+
+    def left(self, limit: int | None = None, retry_failed: bool = False) -> list[Run]:
+        """What to train next: begun runs first, at most `limit` of all."""
+        again = self.runs["failed"] if retry_failed else []
+        return [*self.runs["incomplete"], *self.runs["missing"], *again][:limit]
+
+
+def make_plan(
+    tables: Iterable[str], seeds: range, *, data: Path, runs_dir: Path, results: Path
+) -> Plan:
+    """Look at the results and the run directories; a training of two tables is planned once."""
+    plan = Plan()
+    seen: set[Path] = set()
+    for table in tables:
+        lines = read_lines(results_file(results, table)) + borrow(table, results)
+        measured = {(line["settings"], line["seed"]) for line in lines}
+        absent = _without_data(TABLES[table], data)
+        plan.without_data |= absent
+        skipped = {cell.key for cell in TABLES[table] if cell.group in absent}
+        for config in configs(table, seeds):
+            run = Run.of(located(config, data), runs_dir)
+            key = settings_key(config)
+            if run.path in seen or (key in skipped and (key, config.seed) not in measured):
+                continue
+            seen.add(run.path)
+            state = "done" if (key, config.seed) in measured else run.state
+            plan.runs[state].append(run)
+    return plan
+
+
+def _without_data(cells: Iterable[Cell], data: Path) -> dict[str, Path]:
+    folders = {
+        cell.group: Path(located(cell.config(0), data).dataset.removeprefix(FOLDER))
+        for cell in cells
+        if cell.settings["dataset"].startswith(FOLDER)
+    }
+    return {group: folder for group, folder in folders.items() if not folder.is_dir()}
+
+
+def total_steps(config: TrainConfig) -> int:
+    """Steps of a training on the published data."""
+    return Schedule.of(config, TRAIN_IMAGES.get(dataset_name(config), 0)).total
+
+
+def steps_left(runs: Iterable[Run]) -> int:
+    """Steps until the runs are done, counted from their last evaluations."""
+    return sum(total_steps(run.config) - _last_step(run) for run in runs)
+
+
+def _last_step(run: Run) -> int:
+    metrics = run.metrics()
+    return metrics[-1]["step"] if metrics else 0

@@ -1,0 +1,195 @@
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from fake_results import fake_run
+from PIL import Image
+
+from modenorm.lab.cli import main
+from modenorm.lab.data import DataSet, ImageSet
+from modenorm.lab.experiments import TABLES, Cell
+from modenorm.lab.experiments.collect import read_lines
+from modenorm.lab.training import Run, Training, find_runs, runner
+
+Command = Callable[..., tuple[int, str, str]]
+TINY = {
+    "model": "lenet",
+    "dataset": "builtin",
+    "batch": 8,
+    "lr": 0.01,
+    "unit": "updates",
+    "total": 4,
+    "eval_every": 2,
+}
+CELLS = [
+    Cell("table1", "LeNet, N=8", "BN", {**TINY, "norm": "bn"}, 20.0, 1.0),
+    Cell("table1", "LeNet, N=8", "MN K=2", {**TINY, "norm": "mn"}, 19.0, 1.0),
+]
+WHERE = ("--device", "cpu", "--data", "data", "--runs", "runs")
+
+
+def images(count: int) -> ImageSet:
+    generator = torch.Generator().manual_seed(count)
+    labels = torch.randint(4, (count,), generator=generator)
+    pixels = torch.randint(0, 256, (count, 3, 32, 32), generator=generator).to(torch.uint8)
+    return ImageSet(pixels, labels, labels % 2, tuple("abcd"), ("even", "odd"))
+
+
+@pytest.fixture
+def command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Command:
+    """Run the command line in a folder of its own, with a Table 1 of two tiny trainings."""
+    real = runner.load
+
+    def load(name: str, *args: object, **kwargs: object) -> DataSet:
+        if name == "builtin":
+            return DataSet(name, images(40), images(30))
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(runner, "load", load)
+    monkeypatch.setitem(TABLES, "table1", CELLS)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["modenorm", "reproduce", *arguments])
+        try:
+            main()
+            code = 0
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_trains_what_is_missing_and_shows_the_table(command: Command) -> None:
+    code, out, _ = command("table1", "--seeds", "2", "--dry-run", *WHERE)
+    assert code == 0
+    assert "0 done, 0 failed, 0 incomplete, 4 missing; 16 steps left" in out
+    assert not Path("runs").exists()
+
+    code, out, err = command("table1", "--seeds", "2", "--limit", "3", *WHERE)
+    assert code == 0
+    assert "3/3 done  step 12/12" in err
+    assert "20.00 ± 1.00" in out
+    assert [run.config.seed for run in find_runs(Path("runs"))].count(0) == 2
+    lines = read_lines(Path("results/table1.jsonl"))
+    assert [(line["norm"], line["seed"]) for line in lines] == [("bn", 0), ("bn", 1), ("mn", 0)]
+    assert lines[0]["samples_seen"] == 32
+
+    code, out, err = command("table1", "--seeds", "2", *WHERE)
+    assert code == 0
+    assert "1/1 done" in err
+    assert read_lines(Path("results/table1.jsonl"))[:3] == lines
+    assert "the paper's order" in out
+
+    code, out, err = command("table1", "--seeds", "2", *WHERE)
+    assert (code, err) == (0, "")
+    assert "4 trainings" in out
+
+
+def test_results_without_their_runs_are_done(command: Command) -> None:
+    for cell in CELLS:
+        fake_run(cell, Path("runs"), 0, 1.0, 2.0)
+    assert command("table1", "--seeds", "1", *WHERE)[0] == 0
+    Path("runs").rename("moved")
+    code, out, _ = command("table1", "--seeds", "1", "--dry-run", *WHERE)
+    assert code == 0
+    assert "2 done, 0 failed, 0 incomplete, 0 missing; 0 steps left" in out
+
+
+def test_goes_on_after_an_interruption(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    save = Training.save
+
+    def stop_in_the_middle(training: Training) -> None:
+        save(training)
+        if training.position.step == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Training, "save", stop_in_the_middle)
+        code, _, err = command("table1", "--seeds", "1", "--parallel", "1", *WHERE)
+    assert code == 130
+    assert "give the same command to go on" in err
+    assert "not finished" in err
+    assert read_lines(Path("results/table1.jsonl")) == []
+    _, out, _ = command("table1", "--seeds", "1", "--dry-run", *WHERE)
+    assert "1 incomplete, 1 missing; 6 steps left" in out
+    steps = []
+    train = Training._train
+
+    def watch(training: Training, advance: Callable[[], None]) -> object:
+        steps.append(training.position.step)
+        return train(training, advance)
+
+    monkeypatch.setattr(Training, "_train", watch)
+    code, _, err = command("table1", "--seeds", "1", "--parallel", "1", *WHERE)
+    assert code == 0
+    assert steps == [2, 0, 2]
+    assert "2/2 done  step 8/8" in err
+    assert len(read_lines(Path("results/table1.jsonl"))) == 2
+
+
+def test_failed_trainings_are_named(command: Command) -> None:
+    run = Run.of(CELLS[0].config(0), Path("runs"))
+    with run.hold():
+        run.fail("the loss was infinite")
+    code, out, err = command("table1", "--seeds", "1", *WHERE)
+    assert code == 1
+    assert "--retry-failed" in err
+    assert "the training failed: the loss was infinite" in err
+    assert "missing" in out
+    assert command("table1", "--seeds", "1", "--retry-failed", *WHERE)[0] == 0
+
+
+def test_bad_input_in_one_sentence(command: Command) -> None:
+    code, _, err = command("table7")
+    assert code == 2
+    assert err == (
+        "modenorm: unknown table 'table7': expected table1, table2, table3, table4, table5, "
+        "extra, all, pages\n"
+    )
+    code, _, err = command("table4", *WHERE)
+    assert code == 2
+    assert "ResNet18 on ILSVRC12 is left out: there is no folder data/imagenet" in err
+    assert "set --data" in err
+    Path("results").mkdir()
+    Path("results/table1.jsonl").write_text("{")
+    code, _, err = command("table1", *WHERE)
+    assert code == 2
+    assert "table1.jsonl, line 1 is not JSON" in err
+    code, _, err = command("table2", "--limit", "1", *WHERE)
+    assert code == 2
+
+
+def test_table4_on_a_small_image_folder(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recipe of Table 4, shortened, with its images where the command looks for them."""
+    for number in range(12):
+        part, label = ("train", "val")[number % 3 == 0], "ab"[number % 2]
+        folder = Path("data", "imagenet", part, label)
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (40, 36), (20 * number, 0, 0)).save(folder / f"{number}.png")
+    short = {"batch": 4, "unit": "updates", "total": 1, "milestones": (), "image_size": 32}
+    mode = TABLES["table4"][1]
+    cell = Cell(mode.table, mode.group, mode.label, {**mode.settings, **short}, mode.error, None)
+    monkeypatch.setitem(TABLES, "table4", [cell])
+    code, out, _ = command("table4", "--seeds", "1", *WHERE)
+    assert code == 0
+    assert "30.07" in out
+    (line,) = read_lines(Path("results/table4.jsonl"))
+    assert (line["model"], line["dataset"], line["modes"]) == ("resnet18", "imagenet", 2)
+
+
+def test_pages_are_rebuilt(command: Command) -> None:
+    fake_run(CELLS[0], Path("runs"), 0, 12.34, 13.0)
+    fake_run(CELLS[1], Path("runs"), 0, 11.0, 12.0)
+    assert command("table1", "--seeds", "1", *WHERE)[0] == 0
+    Path("docs").mkdir()
+    page = Path("docs/reproduction.md")
+    page.write_text("# Page\n\n<!-- results table1 --> <!-- end -->\n")
+    assert command("pages") == (0, "", "")
+    assert "| LeNet, N=8 | BN | 20.00 ± 1.00 | 12.34 | 13.00 | 1 |" in page.read_text()
