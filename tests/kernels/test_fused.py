@@ -261,3 +261,26 @@ def test_results_repeat(device):
     first, second = (gradients(layer, x, x.sin()) for _ in range(2))
     assert torch.equal(first[0], second[0])
     assert all(torch.equal(a, b) for a, b in zip(first[1], second[1], strict=True))
+
+
+def test_plain_operators_where_triton_refuses(device, monkeypatch):
+    from modenorm import kernels
+    from modenorm.kernels import gpu
+
+    def refuse(*_):
+        raise RuntimeError("no such architecture")
+
+    monkeypatch.setattr(gpu, "moments", refuse)
+    kernels._triton_works.cache_clear()
+    layer = layer_for((4, 3, 5, 5), 2, device)
+    x = tensor((4, 3, 5, 5), device, torch.float32, False)
+    try:
+        if device.type == "cuda":
+            with pytest.warns(UserWarning, match="plain PyTorch operators .* no such architecture"):
+                y = layer(x)
+            assert choose_backend(x) == "eager"
+            assert_close(y, truth_of(layer, x, x)[1], 1e-5, "y")
+        else:
+            assert kernels._triton_works(-1)  # the interpreter is not put to the test
+    finally:
+        kernels._triton_works.cache_clear()

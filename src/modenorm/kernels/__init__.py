@@ -78,13 +78,17 @@ def runs_triton(x: Tensor) -> bool:
     """Whether the Triton kernels take this tensor: on a GPU, or in Triton's interpreter."""
     if x.dtype == torch.float64 or (x.device.type != "cuda" and not interpreting()):
         return False
-    return _triton_works()
+    return _triton_works(x.get_device())
 
 
 @functools.cache
-def _triton_works() -> bool:
+def _triton_works(device: int) -> bool:
+    """Whether the kernels can be imported, compiled and run on a device; warns once if not."""
     try:
-        from modenorm.kernels import fused  # noqa: F401
+        from modenorm.kernels import fused_channels, gpu  # noqa: F401
+
+        if device >= 0:
+            gpu.moments(torch.zeros(1, 1, 2, 2, device=f"cuda:{device}"))
     except Exception as error:
         warnings.warn(
             f"modenorm runs plain PyTorch operators on this GPU, because Triton can't be used "

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from modenorm.kernels.layout import interpreting
 
-__all__ = ["Launch", "Slab", "current_stream"]
+__all__ = ["DRIVER_IS_KNOWN", "Launch", "Slab", "current_stream"]
 
 Pointer = Tensor | int
+DRIVER_IS_KNOWN = triton.__version__.startswith("3.6.")
+"""Whether kernels are handed to the driver directly, and arrays as addresses."""
 
 
 class Launch:
@@ -71,22 +73,19 @@ def _starter(compiled: Any, grid: tuple[int, ...]) -> Callable[[int, tuple, tupl
     Triton's own wrapper around the driver's call first looks for scratch memory and hooks, which
     these kernels don't have; with Triton 3.6, whose call is known, the wrapper is passed by.
     """
+    if not DRIVER_IS_KNOWN or compiled.run.global_scratch_size:
+        launch = compiled[grid]
+        return lambda stream, pointers, tail: launch(*pointers, *tail, stream=stream)
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
-    if triton.__version__.startswith("3.6.") and not run.global_scratch_size:
-        launch, flags = run.launch, (run.launch_cooperative_grid, run.launch_pdl)
+    call, flags = run.launch, (run.launch_cooperative_grid, run.launch_pdl)
 
-        def start(stream: int, pointers: tuple, tail: tuple) -> None:
-            launch(
-                *grid, stream, function, *flags, None, None, metadata, None, None, None,
-                *pointers, *tail,
-            )  # fmt: skip
+    def start(stream: int, pointers: tuple, tail: tuple) -> None:
+        call(
+            *grid, stream, function, *flags, None, None, metadata, None, None, None,
+            *pointers, *tail,
+        )  # fmt: skip
 
-        return start
-
-    def start_by_wrapper(stream: int, pointers: tuple, tail: tuple) -> None:
-        run(*grid, stream, function, metadata, None, None, None, *pointers, *tail)
-
-    return start_by_wrapper
+    return start
 
 
 class Slab:

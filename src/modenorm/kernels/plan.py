@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from modenorm.kernels.gpu import Geometry
-from modenorm.kernels.launch import Pointer, Slab, current_stream
+from modenorm.kernels.launch import DRIVER_IS_KNOWN, Pointer, Slab, current_stream
 from modenorm.kernels.layout import interpreting, is_channels_last
 
 __all__ = [
@@ -28,7 +28,7 @@ class PlanMemory:
     """How a plan's small arrays are handed to its launches."""
 
     def __init__(self, direct: bool) -> None:
-        self.direct = direct and not interpreting()
+        self.direct = direct and DRIVER_IS_KNOWN and not interpreting()
         self.warm: set[str] = set()
 
     def arrays(self, slab: Slab, memory: Tensor, stage: str) -> list[Any]:
