@@ -7,7 +7,7 @@ import torch
 from fake_results import fake_run
 from PIL import Image
 
-from modenorm.lab.cli import main
+from modenorm.lab.cli import main, reproduce
 from modenorm.lab.data import DataSet, ImageSet
 from modenorm.lab.experiments import TABLES, Cell
 from modenorm.lab.experiments.collect import read_lines
@@ -132,6 +132,15 @@ def test_goes_on_after_an_interruption(command: Command, monkeypatch: pytest.Mon
     assert steps == [2, 0, 2]
     assert "2/2 done  step 8/8" in err
     assert len(read_lines(Path("results/table1.jsonl"))) == 2
+
+
+def test_results_are_written_while_others_train(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reproduce, "_collect", lambda *args: None)  # as if it was killed before
+    assert command("table1", "--seeds", "2", "--parallel", "1", *WHERE)[0] == 0
+    lines = read_lines(Path("results/table1.jsonl"))
+    assert [(line["norm"], line["seed"]) for line in lines] == [("bn", 0), ("bn", 1), ("mn", 0)]
 
 
 def test_failed_trainings_are_named(command: Command) -> None:

@@ -17,7 +17,15 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from modenorm.lab.experiments.collect import borrow, collect, read_lines, results_file, update
+from modenorm.lab.experiments.collect import (
+    Keeper,
+    borrow,
+    collect,
+    has_ended,
+    read_lines,
+    results_file,
+    update,
+)
 from modenorm.lab.experiments.page import conditions, with_results
 from modenorm.lab.experiments.paper import TABLES
 from modenorm.lab.experiments.plan import Plan, make_plan, steps_left, total_steps
@@ -100,12 +108,17 @@ def _train(
 ) -> list[str]:
     """Train, keep the results whatever happens, and return why trainings failed."""
     runs, results = folders
-    began = time.monotonic()
+    began, keeper = time.monotonic(), Keeper(tables, results)
     try:
         configs = [run.config for run in left]
         steps = sum(map(total_steps, configs))
         with OverallProgress(len(left), steps, Console(stderr=True)) as progress:
-            outcomes = train_many(configs, runs, listener=progress, **machine)
+
+            def listen(training: Training) -> None:
+                progress(training)
+                keeper(training)
+
+            outcomes = train_many(configs, runs, listener=listen, **machine)
     except KeyboardInterrupt:
         _say(f"Interrupted. What was trained is kept in {runs}; give the same command to go on.")
         raise typer.Exit(130) from None
@@ -210,7 +223,7 @@ class OverallProgress:
         error = f"error {metrics[-1]['test_error']:.2f} %" if metrics else ""
         self._advanced += step - self._places[name]
         self._places[name] = step
-        ended = step == total and bool(metrics) and metrics[-1]["step"] == total
+        ended = has_ended(training)
         self._progress.update(self._tasks[name], completed=step, error=error)
         if ended:
             self._finished += 1

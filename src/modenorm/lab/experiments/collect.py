@@ -8,7 +8,7 @@ from typing import Any
 
 from modenorm.lab.experiments.paper import TABLES, Cell, dataset_name, settings_key
 from modenorm.lab.report.records import Record, find_directories, read_record
-from modenorm.lab.training import TrainConfig
+from modenorm.lab.training import Run, TrainConfig, Training
 from modenorm.lab.training.files import write_whole
 
 Line = dict[str, Any]
@@ -74,6 +74,41 @@ def line(table: str, config: TrainConfig, result: dict[str, Any]) -> Line:
         "gpu": result["device"],
         "settings": settings_key(config),
     }
+
+
+class Keeper:
+    """A listener that writes the lines of trainings soon after they end.
+
+    What was measured is then safe even if the process is killed and the run directories are lost.
+
+    Args:
+        tables: Tables whose results are wanted.
+        results: Folder of results.
+    """
+
+    def __init__(self, tables: Sequence[str], results: Path) -> None:
+        self._results, self._ended = results, list[Run]()
+        self._cells = {table: {cell.key for cell in TABLES[table]} for table in tables}
+
+    def __call__(self, training: Training) -> None:
+        """Remember a training at its end, and write those that left their results since."""
+        for run in [run for run in self._ended if run.state == "done"]:
+            self._ended.remove(run)
+            self._write(run)
+        if has_ended(training):
+            self._ended.append(training.run)
+
+    def _write(self, run: Run) -> None:
+        for table, keys in self._cells.items():
+            if settings_key(run.config) in keys:
+                new = line(table, run.config, run.result())
+                update(results_file(self._results, table), [new], TABLES[table])
+
+
+def has_ended(training: Training) -> bool:
+    """Whether a training has made its last evaluation."""
+    metrics = training.position.metrics
+    return bool(metrics) and metrics[-1]["step"] == training.schedule.total
 
 
 def results_file(results: Path, table: str) -> Path:
