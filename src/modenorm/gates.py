@@ -73,7 +73,6 @@ class StandardizedGate(Float32Buffers, LinearGate):
     """A linear gate on standardised features, so that its sharpness is free of their scale.
 
     Features are standardised over the batch in training, and with running estimates otherwise.
-    In the multi-task experiment this shared the samples out evenly among four modes.
 
     Args:
         num_features: C.

@@ -29,6 +29,15 @@ def test_layer_command(tmp_path):
         assert row.keys() >= {"device", "torch", "commit", "date", "gb_per_s"}
 
 
+def test_chosen_norms(tmp_path):
+    output = tmp_path / "layer.jsonl"
+    arguments = ["bench", "layer", "--shape", "4x3x5x5", "--layout", "NCHW", "-o", str(output)]
+    result = CliRunner().invoke(app, [*arguments, "--norm", "bn", "--norm", "mn3"])
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [row["norm"] for row in rows] == ["bn", "mn3"]
+
+
 def test_model_command(tmp_path):
     output = tmp_path / "model.jsonl"
     arguments = ["bench", "model", "--model", "resnet18", "--batch", "2", "--size", "32"]

@@ -45,6 +45,7 @@ def layer_command(
     layouts: list[str] = typer.Option(["NCHW", "NHWC"], "--layout", help="NCHW or NHWC."),
     modes: list[int] = typer.Option([1, 2, 4, 8], "--modes", help="K of the mode norms."),
     loop: bool = typer.Option(True, help="Also time a plain loop over K as people write it."),
+    norms: list[str] = typer.Option([], "--norm", help="Only these, such as bn, mn2, mgn2, loop8."),
     output: Path | None = typer.Option(None, "--output", "-o", help="JSON lines to write."),
 ) -> None:
     """Forward and backward of one layer: device time, eager time, memory.
@@ -56,7 +57,7 @@ def layer_command(
     default = GPU_SHAPES if device == "cuda" else CPU_SHAPES
     sizes = [_shape(text) for text in shapes] or list(default)
     kinds = dtypes or (["float32", "bfloat16"] if device == "cuda" else ["float32"])
-    names = norm_names(modes, loop)
+    names = norms or norm_names(modes, loop)
     console = Console()
     _report_conditions(console, device)
     rows: list[dict[str, Any]] = []
