@@ -38,6 +38,8 @@ CHUNK = {"cuda": 256, "cpu": 16}
 """Steps prepared at once; the loss is looked at after each chunk."""
 TURN = {"cuda": 16, "cpu": 1}
 """Steps queued before others have their turn."""
+SAVING_SHARE = 0.02
+"""Of the time: checkpoints at evaluations may take as much."""
 
 
 class Diverged(RuntimeError):
@@ -92,7 +94,7 @@ class Training:
         run: What to train, and the directory to keep it in.
         data: The data set, padded if the configuration augments.
         lane: Where to queue the work.
-        checkpoint_every: Seconds between checkpoints; every evaluation writes one as well.
+        checkpoint_every: Seconds between checkpoints; evaluations write more where that is cheap.
         listener: Called after every chunk of steps and every evaluation.
         tensorboard: Also write TensorBoard events into the run's directory.
 
@@ -120,6 +122,7 @@ class Training:
         self._checkpoint_every, self._listener = checkpoint_every, listener
         self._dtype = getattr(torch, config.dtype)
         self._chunk, self._turn = CHUNK[kind], TURN[kind]
+        self._save_seconds = 0.0  # what the last checkpoint took
         self._saved = (-1, 0)  # step and number of evaluations in the last checkpoint
 
         seed = torch.Generator().manual_seed(derive_seed(config.seed, "weights"))
@@ -161,15 +164,22 @@ class Training:
                 stack.callback(self._events.close)
             advance = self._prepare()
             while True:
-                if self._evaluation_due():
+                evaluated = self._evaluation_due()
+                if evaluated:
                     yield from self._evaluate()
+                ended = self.position.step == self.schedule.total
+                if ended or self._checkpoint_due(evaluated):
                     self.save()
-                elif time.monotonic() - self._saved_at >= self._checkpoint_every:
-                    self.save()
-                if self.position.step == self.schedule.total:
+                if ended:
                     break
                 yield from self._train(advance)
             self.run.finish(self._result())
+
+    def _checkpoint_due(self, evaluated: bool) -> bool:
+        """Whether time has come, or an evaluation was made and writing is cheap beside the rest."""
+        elapsed = time.monotonic() - self._saved_at
+        affordable = elapsed * SAVING_SHARE >= self._save_seconds
+        return elapsed >= self._checkpoint_every or (evaluated and affordable)
 
     def save(self) -> None:
         """Write a checkpoint of this moment, unless there is one.
@@ -182,6 +192,7 @@ class Training:
         if self._saved == mark:
             return
         self.lane.synchronize()
+        began = time.monotonic()
         tensors = {name: tensor.detach().cpu() for name, tensor in self._tensors().items()}
         for name, tensor in tensors.items():
             if tensor.is_floating_point() and not tensor.isfinite().all():
@@ -189,6 +200,7 @@ class Training:
         position = replace(self.position, seconds=self.seconds)
         Checkpoint(self.run.config, self.data.about, position, tensors).save(self.run.checkpoint)
         self._saved, self._saved_at = mark, time.monotonic()
+        self._save_seconds = self._saved_at - began
 
     def _tensors(self) -> dict[str, Tensor]:
         parts = {
