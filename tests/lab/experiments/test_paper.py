@@ -1,3 +1,4 @@
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from modenorm.lab.experiments.paper import (
     settings_key,
 )
 from modenorm.lab.experiments.plan import total_steps
+from modenorm.lab.experiments.published import published_numbers
+from modenorm.lab.report.tables import settings_of
 from modenorm.lab.training import RECIPES
 
 PUBLISHED_ERRORS = {
@@ -118,3 +121,17 @@ def test_options_share_the_trainings_of_the_paper():
     paper = {cell.key for cells in PAPER_TABLES.values() for cell in cells}
     shared = [cell.label for cell in TABLES["options"] if cell.key in paper]
     assert shared == ["BN", "MN K=2", "MN K=4", "MN K=6", *["BN", "MGN K=2"] * 3]
+
+
+def test_published_numbers_find_their_runs():
+    numbers = published_numbers()
+    assert len(numbers) == sum(len(errors.split()) for errors in PUBLISHED_ERRORS.values())
+    for cell in (c for cells in PAPER_TABLES.values() for c in cells):
+        config = located(cell.config(3), Path("/some/where"))
+        settings = settings_of(json.loads(config.to_json()))
+        found = {number.error for number in numbers if number.belongs_to(settings)}
+        assert found == ({cell.error} - {None} or {c.error for c in shared(cell)} - {None})
+
+
+def shared(cell):
+    return [c for cells in PAPER_TABLES.values() for c in cells if c.key == cell.key]

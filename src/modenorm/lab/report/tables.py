@@ -7,7 +7,7 @@ import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from modenorm.lab.report.records import Record, is_number
@@ -137,7 +137,7 @@ def group(records: Iterable[Record], paper: Sequence[PaperNumber] = ()) -> list[
     experiments: dict[str, dict[str, Variant]] = {}
     for record in records:
         if all(isinstance(record.config.get(name), str) for name in ("model", "dataset", "norm")):
-            settings = _settings(record.config)
+            settings = settings_of(record.config)
             common = {n: v for n, v in settings.items() if n not in (*OF_NORMS, "norm", "where")}
             known = experiments.setdefault(json.dumps(common, sort_keys=True), {})
             key = json.dumps(settings, sort_keys=True)
@@ -147,13 +147,19 @@ def group(records: Iterable[Record], paper: Sequence[PaperNumber] = ()) -> list[
     return sorted(found, key=lambda experiment: natural(experiment.title))
 
 
-def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides the result, without the seed and what the norm does not use."""
-    return {
+def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides the result, without the seed and what the norm does not use.
+
+    Of an image folder's path the last part is kept.
+    """
+    used = {
         name: value
         for name, value in config.items()
         if name != "seed" and config["norm"] in OF_NORMS.get(name, (config["norm"],))
     }
+    if used["dataset"].startswith("folder:"):
+        used["dataset"] = "folder:" + PurePath(used["dataset"].removeprefix("folder:")).name
+    return used
 
 
 def _title(variants: list[Variant], groups: list[list[Variant]]) -> str:
