@@ -13,7 +13,6 @@ def published_numbers() -> list[PaperNumber]:
             cell.table.replace("table", "Table ").replace("extra", "authors' repository"),
             cell.error,
             settings_of(json.loads(cell.config(0).to_json())),
-            "top_error",
         )
         for cells in PAPER_TABLES.values()
         for cell in cells

@@ -20,19 +20,17 @@ BASELINES = {"mn": "bn", "mgn": "gn"}
 
 @dataclass(frozen=True)
 class PaperNumber:
-    """A published error in percent and the configurations it belongs to.
+    """A published lowest error in percent and the configurations it belongs to.
 
     Attributes:
         where: Such as "Table 2".
         error: In percent.
         match: Settings that a configuration must have.
-        measure: The number of ours to put beside it: "final_error" or "top_error".
     """
 
     where: str
     error: float
     match: Mapping[str, Any]
-    measure: str = "final_error"
 
     def belongs_to(self, config: Mapping[str, Any]) -> bool:
         """Whether the configuration has all the settings."""
@@ -163,11 +161,14 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _title(variants: list[Variant], groups: list[list[Variant]]) -> str:
-    """Model, data, and the settings in which other experiments with both differ."""
+    """Model, data, and the settings that tell it from other experiments with both: one will do."""
     own = variants[0].config
     same = [v[0].config for v in groups if _pair(v[0].config) == _pair(own)]
     varying = [name for name in _varying(same) if name not in (*OF_NORMS, "norm", "where")]
-    return ", ".join([" on ".join(_pair(own)), *(f"{name} {own.get(name)}" for name in varying)])
+    values = {name: [json.dumps(config.get(name)) for config in same] for name in varying}
+    unique = [name for name in varying if len(set(values[name])) == len(same)]
+    told = unique[:1] or varying
+    return ", ".join([" on ".join(_pair(own)), *(f"{name} {own.get(name)}" for name in told)])
 
 
 def _pair(config: Mapping[str, Any]) -> tuple[str, str]:
