@@ -44,6 +44,7 @@ def reproduce_command(
     ),
     seeds: int = typer.Option(5, min=1, help="Seeds for each cell, counting up from 0."),
     limit: int | None = typer.Option(None, min=1, help="Train at most this many of what is left."),
+    only: str = typer.Option("", help="Only runs with this in their name, such as vgg13-cifar10."),
     dry_run: bool = typer.Option(False, help="Only list what is done and what is left."),
     retry_failed: bool = typer.Option(False, help="Train failed runs again."),
     data: Path = _machine(
@@ -69,7 +70,7 @@ def reproduce_command(
         _rebuild_pages(results)
         return
     tables = list(TABLES) if target == "all" else [target]
-    plan = make_plan(tables, range(seeds), data=data, runs_dir=runs, results=results)
+    plan = make_plan(tables, range(seeds), data=data, runs_dir=runs, results=results, only=only)
     _warn(plan, tables)
     if dry_run:
         _show_plan(plan, Console())

@@ -40,9 +40,18 @@ class Plan:
 
 
 def make_plan(
-    tables: Iterable[str], seeds: range, *, data: Path, runs_dir: Path, results: Path
+    tables: Iterable[str],
+    seeds: range,
+    *,
+    data: Path,
+    runs_dir: Path,
+    results: Path,
+    only: str = "",
 ) -> Plan:
-    """Look at the results and the run directories; a training of two tables is planned once."""
+    """Look at the results and the run directories; a training of two tables is planned once.
+
+    Runs whose name does not contain `only` are passed over.
+    """
     plan = Plan()
     seen: set[Path] = set()
     for table in tables:
@@ -54,6 +63,8 @@ def make_plan(
         for config in configs(table, seeds):
             run = Run.of(located(config, data), runs_dir)
             key = settings_key(config)
+            if only not in run.path.name:
+                continue
             if run.path in seen or (key in skipped and (key, config.seed) not in measured):
                 continue
             seen.add(run.path)
