@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from modenorm.lab.bench.page import _markdown
+from modenorm.lab.experiments.claims import PARAMETER_HEADER, parameter_rows
 from modenorm.lab.experiments.collect import Line, read_lines, results_file
 from modenorm.lab.experiments.gates import GATE_HEADER, gate_rows
 from modenorm.lab.experiments.summary import HEADER, orders, rows, summarize
@@ -16,9 +17,12 @@ def with_results(text: str, results: Path) -> str:
     """The page with each table between its markers built anew.
 
     Errors stand between `<!-- results TABLE -->` and `<!-- end -->`, the gates' shares between
-    `<!-- gates TABLE -->` and `<!-- end -->`.
+    `<!-- gates TABLE -->` and `<!-- end -->`, parameters between `<!-- parameters -->` and that.
     """
     makers = {"results": table_text, "gates": gates_text}
+    text = re.sub(
+        r"(?<=<!-- parameters -->).*?(?=<!-- end -->)", _parameters, text, flags=re.DOTALL
+    )
 
     def rebuild(match: re.Match[str]) -> str:
         kind, table = match["kind"], match["table"]
@@ -27,6 +31,10 @@ def with_results(text: str, results: Path) -> str:
     kinds, names = "|".join(makers), "|".join(TABLES)
     pattern = rf"<!-- (?P<kind>{kinds}) (?P<table>{names}) -->.*?<!-- end -->"
     return re.sub(pattern, rebuild, text, flags=re.DOTALL)
+
+
+def _parameters(_: re.Match[str]) -> str:
+    return f"\n\n{_markdown(list(PARAMETER_HEADER), parameter_rows())}\n\n"
 
 
 def table_text(table: str, results: Path) -> str:
