@@ -178,12 +178,12 @@ def statistics(mean: Tensor, var: Tensor, weights: Tensor, ranks: Ranks) -> mixi
         weights: (N, K), gates times the positions that count in each sample.
         ranks: who takes part; N may differ between them, and be 0.
     """
-    mode_mean, mode_var, mass = _Statistics.apply(mean, var, weights, ranks.number)
-    return with_share(mode_mean, mode_var, mass)
+    return with_share(*_Statistics.apply(mean, var, weights, ranks.number))
 
 
 def with_share(mode_mean: Tensor, mode_var: Tensor, mass: Tensor) -> mixing.Statistics:
     """Statistics whose shares are of the mass: nobody counts the samples of all ranks."""
+    mass = mass.detach()
     share = mass / mass.sum().clamp_min(torch.finfo(mass.dtype).tiny)
     return mixing.Statistics(mode_mean, mode_var, mass, share)
 
@@ -199,18 +199,23 @@ class _Statistics(torch.autograd.Function):
         mass, mode_mean, mode_var = merge(local.mass, local.mean, local.var, ranks)
         ctx.save_for_backward(mean, var, weights, mode_mean, mode_var, mass)
         ctx.ranks = ranks
-        ctx.mark_non_differentiable(mass)
+        ctx.set_materialize_grads(False)
         return mode_mean, mode_var, mass
 
     @staticmethod
     def backward(
-        ctx: Any, dmode_mean: Tensor, dmode_var: Tensor, _: Any
+        ctx: Any, dmode_mean: Tensor | None, dmode_var: Tensor | None, dmass: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, None]:
         mean, var, weights, mode_mean, mode_var, mass = ctx.saved_tensors
         divisor = mass.clamp_min(torch.finfo(mass.dtype).tiny)[:, None]
-        summed = total(torch.cat([dmode_mean, dmode_var]), ctx.ranks)
-        u, s = (gradient / divisor for gradient in summed.chunk(2))
+        parts = [torch.zeros_like(mode_mean) if d is None else d for d in (dmode_mean, dmode_var)]
+        if dmass is not None:  # in a double backward only
+            parts.append(dmass[:, None])
+        u, s, *rest = total(torch.cat(parts, 1), ctx.ranks).split([d.shape[1] for d in parts], 1)
+        u, s = u / divisor, s / divisor
         apart = mean[:, None] - mode_mean  # (N, K, C)
         dmean = (weights[:, :, None] * (u + 2 * s * apart)).sum(1)
         dweights = (u * apart + s * (var[:, None] + apart**2 - mode_var)).sum(2)
+        for of_mass in rest:
+            dweights = dweights + of_mass.t()
         return dmean, product(weights, s), dweights, None
