@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+PRELOADED = ["modenorm", "pytest", "torch.distributed.fsdp", "torch._dynamo"]  # once for all ranks
 SECONDS = 60  # for anything that is expected to end
 
 
@@ -21,7 +22,7 @@ class World:
     def __init__(self, size: int, store: str) -> None:
         self.size = size
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["modenorm", "torch.distributed"])  # one import for all
+        context.set_forkserver_preload(PRELOADED)
         self.pipes, self.processes = [], []
         for rank in range(size):
             here, there = context.Pipe()
