@@ -523,7 +523,8 @@ def compiled(rank):
     synced = modenorm.convert_sync_modenorm(layer, pair)
     parts = (4, 2)
     x = of_rank(rank, parts, x).requires_grad_()
-    y = torch.compile(synced, fullgraph=True, backend="aot_eager")(x)
+    function = torch.compile(synced, fullgraph=True, backend="aot_eager")
+    y = function(x)
     y.backward(of_rank(rank, parts, upstream))
     assert_close(y, of_rank(rank, parts, whole.y), 1e-12, "output")
     assert_close(x.grad, of_rank(rank, parts, whole.gradients["x"]), 1e-12, "gradient of x")
@@ -532,10 +533,13 @@ def compiled(rank):
         assert_close(parameter.grad, whole.gradients[name], 1e-12, name)
     for name, buffer in whole.buffers.items():
         assert_close(synced.get_buffer(name), buffer, 1e-13, name)
+    function(x[: 3 * rank]).sum().backward()  # empty on rank 0
+    return synced.running_mean
 
 
 def test_compiled(world):
-    world.check(compiled)
+    first, second, _ = world.check(compiled)
+    assert torch.equal(first, second)
 
 
 # Other functions of the library.
