@@ -140,19 +140,22 @@ def gather(values: Tensor, ranks: int) -> Tensor:
         raise members.failed(error) from error
 
 
-@torch.compiler.assume_constant_result
 def _agree_while_tracing(
     ranks: int, num_modes: int, width: int, dtype: str, device: str
-) -> tuple[str, int]:
+) -> tuple[Any, int]:
     """The group's name and size; the first use of a compiled layer is its tracing."""
     members = _ranks[ranks]
     members.agree((num_modes, width), dtype, torch.device(device))
     return members.group_name, members.size
 
 
-@torch.compiler.assume_constant_result
-def _group_name(ranks: int) -> str:
+def _group_name(ranks: int) -> Any:
     return _ranks[ranks].group_name
+
+
+# torch.compiler.assume_constant_result without its import of the compiler: called while tracing
+_agree_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_group_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def total(values: Tensor, ranks: int) -> Tensor:
