@@ -12,9 +12,12 @@ from compare import assert_close, make_layer, run
 from modenorm.kernels import runs_triton
 from world import World
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="processes on one GPU share no nccl group"
-)
+pytestmark = [
+    pytest.mark.xdist_group("world of two"),
+    pytest.mark.skipif(
+        os.environ.get("TRITON_INTERPRET") != "1", reason="processes on one GPU share no nccl group"
+    ),
+]
 SHAPE = (7, 5, 2, 3)
 LAYERS = {
     "plain": {},
