@@ -71,7 +71,7 @@ def test_a_shape_that_is_none():
 
 def test_sync_command(tmp_path):
     output = tmp_path / "sync.jsonl"
-    arguments = ["bench", "sync", "--ranks", "1", "--shape", "4x3x5x5", "--rounds", "2"]
+    arguments = ["bench", "sync", "--ranks", "1", "--shape", "4x3x5x5", "--steps", "2"]
     result = CliRunner().invoke(app, [*arguments, "-o", str(output)])
     assert result.exit_code == 0, result.output
     (row,) = [json.loads(line) for line in output.read_text().splitlines()]

@@ -20,7 +20,7 @@ import modenorm
 
 __all__ = ["SYNC_CASES", "exchanged_bytes", "measure_sync"]
 
-SYNC_CASES = (((32, 64, 16, 16), 2), ((32, 512, 4, 4), 2), ((32, 512, 4, 4), 8))
+SYNC_CASES = (((32, 64, 8, 8), 2), ((32, 512, 2, 2), 2), ((32, 512, 2, 2), 8))
 Shape = tuple[int, int, int, int]
 
 
@@ -33,15 +33,14 @@ def measure_sync(
     ranks: int,
     cases: tuple[tuple[Shape, int], ...] = SYNC_CASES,
     *,
-    rounds: int = 30,
-    steps: int = 20,
+    steps: int = 200,
 ) -> Iterator[dict[str, Any]]:
     """One row per case, from a world of processes that lives as long as this runs."""
     backend = "nccl" if torch.cuda.device_count() >= ranks else "gloo"
     results = mp.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
-        arguments = (ranks, backend, store, cases, rounds, steps, results)
+        arguments = (ranks, backend, store, cases, steps, results)
         mp.spawn(_rank, arguments, nprocs=ranks)
     for _ in cases:
         yield results.get()
@@ -53,7 +52,6 @@ def _rank(
     backend: str,
     store: str,
     cases: tuple[tuple[Shape, int], ...],
-    rounds: int,
     steps: int,
     results: Any,
 ) -> None:
@@ -66,9 +64,9 @@ def _rank(
         layer = modenorm.ModeNorm2d(shape[1], num_modes, device=device)
         x = torch.randn(shape, device=device, requires_grad=True)
         dy = torch.randn(shape, device=device)
-        local = _best(lambda: layer(x).backward(dy), rounds, steps)  # noqa: B023
+        local = _fastest(lambda: layer(x).backward(dy), steps)  # noqa: B023
         modenorm.convert_sync_modenorm(layer)
-        shared = _best(lambda: layer(x).backward(dy), rounds, steps)  # noqa: B023
+        shared = _fastest(lambda: layer(x).backward(dy), steps)  # noqa: B023
         if rank == 0:
             row = {"shape": "x".join(map(str, shape)), "modes": num_modes, "ranks": ranks}
             row |= {"backend": backend, "bytes": exchanged_bytes(shape[1], num_modes)}
@@ -76,15 +74,14 @@ def _rank(
     dist.destroy_process_group()
 
 
-def _best(step: Callable[[], None], rounds: int, steps: int) -> float:
-    """Microseconds of a step in the fastest round; every rank takes the same number of them."""
+def _fastest(step: Callable[[], None], steps: int) -> float:
+    """Microseconds of the fastest step; all ranks start each together and take the same number."""
     times = []
-    for _ in range(rounds):
+    for _ in range(steps):
         dist.barrier()
         start = time.perf_counter()
-        for _ in range(steps):
-            step()
+        step()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) / steps)
+        times.append(time.perf_counter() - start)
     return min(times) * 1e6

@@ -129,7 +129,7 @@ def sync_command(
     ranks: list[int] = typer.Option([1, 2, 4], "--ranks", help="Numbers of processes."),
     shapes: list[str] = typer.Option([], "--shape", help="N×C×H×W of every rank."),
     modes: list[int] = typer.Option([2], "--modes", help="K, for the shapes given."),
-    rounds: int = typer.Option(30, help="The fastest of this many rounds counts."),
+    steps: int = typer.Option(200, help="The fastest of this many steps counts."),
     output: Path | None = typer.Option(None, "--output", "-o", help="JSON lines to write."),
 ) -> None:
     """A layer's training step with statistics over several processes, and with its own.
@@ -144,7 +144,7 @@ def sync_command(
     _report_conditions(console, device)
     rows: list[dict[str, Any]] = []
     for count in ranks:
-        measured = list(_with_provenance(measure_sync(count, cases, rounds=rounds), device))
+        measured = list(_with_provenance(measure_sync(count, cases, steps=steps), device))
         for row in measured:
             row["norm"] = f"{row['shape']} K={row['modes']}"
         title = f"{count} ranks, {measured[0]['backend']}"
