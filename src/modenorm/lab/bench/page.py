@@ -134,7 +134,9 @@ def _sync_table(rows: list[Row]) -> str:
         ]
         for row in rows
     ]
-    return _markdown(header, lines) + f"\n\n{rows[0]['backend']}, " + _conditions(rows)
+    about = rows[0]
+    busy = f"{about['load']:.0f} processes of others on {about['cores']} cores"
+    return _markdown(header, lines) + f"\n\n{about['backend']}, {busy}; " + _conditions(rows)
 
 
 TABLES: dict[str, Callable[[list[Row]], str]] = {

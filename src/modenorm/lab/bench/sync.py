@@ -6,6 +6,7 @@ exchange; so the difference is the exchange, waiting for the slowest rank includ
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -37,13 +38,14 @@ def measure_sync(
 ) -> Iterator[dict[str, Any]]:
     """One row per case, from a world of processes that lives as long as this runs."""
     backend = "nccl" if torch.cuda.device_count() >= ranks else "gloo"
+    load = os.getloadavg()[0]  # what other programs take of the cores
     results = mp.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         arguments = (ranks, backend, store, cases, steps, results)
         mp.spawn(_rank, arguments, nprocs=ranks)
     for _ in cases:
-        yield results.get()
+        yield results.get() | {"load": load, "cores": os.cpu_count()}
 
 
 def _rank(
