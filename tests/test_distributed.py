@@ -26,7 +26,8 @@ pytestmark = pytest.mark.xdist_group("world of three")
 def ignore_warnings(function):
     @functools.wraps(function)
     def ignoring(*arguments):
-        with warnings.catch_warnings(action="ignore"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             return function(*arguments)
 
     return ignoring
@@ -298,7 +299,8 @@ def test_no_values_at_all_change_nothing(world):
 def counted(rank):
     """Count the collectives and the numbers in them."""
     calls = []
-    gather, reduce = dist.distributed_c10d.all_gather_single, dist.all_reduce
+    name = next(n for n in ("all_gather_single", "all_gather_into_tensor") if hasattr(dist, n))
+    gather, reduce = getattr(dist, name), dist.all_reduce
 
     def count(original, given):
         def collective(*arguments, **options):
@@ -307,7 +309,8 @@ def counted(rank):
 
         return collective
 
-    dist.all_gather_single, dist.all_reduce = count(gather, "gather"), count(reduce, "reduce")
+    setattr(dist, name, count(gather, "gather"))
+    dist.all_reduce = count(reduce, "reduce")
     try:
         layer = modenorm.convert_sync_modenorm(make_layer(C, K, dtype=torch.float32))
         x = torch.randn(2, C, 3, 3)
@@ -320,7 +323,8 @@ def counted(rank):
         modenorm.freeze_statistics(layer.train())
         layer(x)
     finally:
-        dist.all_gather_single, dist.all_reduce = gather, reduce
+        setattr(dist, name, gather)
+        dist.all_reduce = reduce
     return calls
 
 

@@ -45,7 +45,7 @@ class World:
         """The results, where no exception is expected."""
         results = self.run(function, *arguments)
         failed = [r for r in enumerate(results) if isinstance(r[1], BaseException)]
-        text = "\n\n".join(f"rank {rank}: {error.__notes__[0]}" for rank, error in failed)
+        text = "\n\n".join(f"rank {rank}: {error.trace}" for rank, error in failed)
         assert not failed, text
         return results
 
@@ -74,7 +74,7 @@ def _serve(rank: int, size: int, store: str, pipe: Any) -> None:
         try:
             result = function(rank, *arguments)
         except BaseException as error:
-            error.add_note(traceback.format_exc())
+            error.trace = traceback.format_exc()
             result = error
         pipe.send(result)
     dist.destroy_process_group()
