@@ -13,9 +13,9 @@ test: lint browser
 	$(BIN)/pytest -n 2
 	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 tests/kernels
 
-# The report's page in a real browser; where there is none and none can be installed, skipped.
+# The report's page and the documentation in a real browser; where there is none and none can be installed, skipped.
 test-browser: $(STAMP) browser
-	$(BIN)/pytest tests/lab/report/test_browser.py
+	$(BIN)/pytest tests/lab/report/test_browser.py tests/test_site.py
 
 browser:
 	@command -v chromium >/dev/null || (apt-get update -qq && apt-get install -y -qq chromium) \

@@ -4,7 +4,6 @@ import copy
 import io
 import pickle
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ import modenorm
 from compare import assert_close
 from modenorm import replace_batchnorm, to_batchnorm
 from modenorm.substitutes import ModeNormAct2d, ModeNormNd
-from test_docs import code_blocks
 
 # Lazy modules say that they are new; quantization and scripting that they are old.
 LAZY = pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
@@ -733,12 +731,3 @@ def test_conversion_warns_about_nothing_else():
         model = small_model()
         replace_batchnorm(model)
         to_batchnorm(model)
-
-
-def test_the_documentation():
-    """The blocks of the page, one after the other, in one namespace."""
-    page = Path(__file__).parents[1] / "docs" / "conversion.md"
-    blocks, namespace = code_blocks(page.read_text()), {}
-    assert len(blocks) > 5
-    for number, block in enumerate(blocks, start=1):
-        exec(compile(block, f"{page.name}, code block {number}", "exec"), namespace)
