@@ -302,24 +302,6 @@ def test_timm_comes_back():
     assert_close(model(x), expected, 1e-12)
 
 
-@pytest.mark.parametrize("name", ["efficientnet_b0", "regnety_002", "resnet18"])
-def test_models_of_timm(name):
-    timm = pytest.importorskip("timm", exc_type=ImportError)
-    model, x = timm.create_model(name, num_classes=5).eval(), images(2, 3, 64, 64)
-    expected = model(x)
-    assert replace_batchnorm(model)
-    assert_close(model(x), expected, 1e-4)
-
-
-@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small"])
-def test_models_of_torchvision(name):
-    models = pytest.importorskip("torchvision.models", exc_type=ImportError)
-    model, x = models.get_model(name, num_classes=5).eval(), images(2, 3, 64, 64)
-    expected = model(x)
-    assert replace_batchnorm(model)
-    assert_close(model(x), expected, 1e-4)
-
-
 def test_unknown_subclasses_are_refused_by_name():
     model = nn.Sequential(nn.BatchNorm2d(3), ScaledBatchNorm2d(3))
     with pytest.raises(ValueError, match=r"1 \(ScaledBatchNorm2d\).*subclasses="):
