@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import fusion
 from torch.optim import swa_utils
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -326,6 +327,37 @@ def test_fusion_for_quantization_refuses_mode_norms_and_takes_them_back():
     prepared = quantization.prepare_qat(fused)
     assert type(prepared[0]).__name__ == "ConvBnReLU2d"
     assert prepared(images()).isfinite().all()
+
+
+FUSIONS = {
+    "conv": (nn.Conv2d(3, 4, 1), modenorm.ModeNorm2d, fusion.fuse_conv_bn_eval),
+    "linear": (nn.Linear(3, 4), modenorm.ModeNorm1d, fusion.fuse_linear_bn_eval),
+}
+
+
+@pytest.mark.parametrize("num_modes", [1, 2, 4])
+@pytest.mark.parametrize(("before", "norm", "fuse"), FUSIONS.values(), ids=FUSIONS)
+def test_fusion_of_a_mode_norm_itself_never_gives_wrong_numbers(before, norm, fuse, num_modes):
+    """Torch offers no place for a message of ours; what matters is that it can't pass unnoticed."""
+    x = torch.randn(5, 3) if isinstance(before, nn.Linear) else images()
+    with pytest.raises(RuntimeError):
+        fuse(before.eval(), norm(4, num_modes).eval())(x)
+
+
+# Symbolic traces.
+
+
+def test_mode_norms_as_leaves_of_a_trace():
+    """As torchvision's create_feature_extractor does it with leaf_modules."""
+
+    class Tracer(torch.fx.Tracer):
+        def is_leaf_module(self, module, name):
+            return isinstance(module, modenorm.ModeNorm2d) or super().is_leaf_module(module, name)
+
+    model, x = small_model().eval(), images()
+    modenorm.replace_batchnorm(model, 2)
+    traced = torch.fx.GraphModule(model, Tracer().trace(model))
+    assert torch.equal(traced(x), model(x))
 
 
 # Examples.
