@@ -84,3 +84,17 @@ def test_models_of_others(library, name, device, tmp_path):
     again.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
     # The same network on the same device; a convolution on a GPU may add in another order.
     assert_close(again.eval()(x), model.eval()(x), 0.0 if device == "cpu" else 1e-4)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=CUDA)])
+@pytest.mark.parametrize("name", ["efficientnet_b0", "skresnet18"])
+def test_norms_of_timm_come_back(name, device):
+    """Norms with activations return as what they were, and compute the same."""
+    model = create("timm", name).to(device).eval()
+    x = torch.randn(4, 3, 64, 64, device=device)
+    kinds = {key: type(module) for key, module in model.named_modules()}
+    before = in_double(model, x)
+    replaced = modenorm.replace_batchnorm(model, 2)
+    assert modenorm.to_batchnorm(model).keys() == replaced.keys()
+    assert {key: type(module) for key, module in model.named_modules()} == kinds
+    assert_close(in_double(model, x), before, 1e-10)
