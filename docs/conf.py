@@ -4,11 +4,15 @@ import re
 from typing import Any
 
 from docutils import nodes
+from docutils.utils.math import MathError
 from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx.application import Sphinx
+from sphinx.util import logging
 from sphinx.writers.html5 import HTML5Translator
 
 import modenorm
+
+logger = logging.getLogger(__name__)
 
 project = "modenorm"
 author = "The modenorm developers"
@@ -16,20 +20,16 @@ copyright = author
 release = version = modenorm.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-exclude_patterns = ["_build"]
-nitpicky = False  # docstrings name torch's classes, whose pages are elsewhere
 suppress_warnings = ["toc.not_readable"]  # pages of the navigation that are still to come
 
-myst_enable_extensions = ["dollarmath", "colon_fence"]
+myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 myst_dmath_double_inline = True
 
 default_role = "py:obj"  # `ModeNorm2d` in a docstring is a link if there is such a page
-autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 autodoc_typehints_format = "short"
-autodoc_inherit_docstrings = False
 napoleon_numpy_docstring = False
 napoleon_custom_sections = ["Shape"]
 add_module_names = False
@@ -48,13 +48,21 @@ pygments_dark_style = "github-dark"
 html_math_renderer = "mathml"
 
 
+def _mathml(node: nodes.math | nodes.math_block, as_block: bool) -> str:
+    try:
+        return tex2mathml(node.astext(), as_block=as_block)
+    except MathError as error:
+        logger.warning("a formula can't become MathML: %s", error, location=node)
+        return ""
+
+
 def _inline(translator: HTML5Translator, node: nodes.math) -> None:
-    translator.body.append(tex2mathml(node.astext(), as_block=False))
+    translator.body.append(_mathml(node, as_block=False))
     raise nodes.SkipNode
 
 
 def _block(translator: HTML5Translator, node: nodes.math_block) -> None:
-    translator.body.append(f'<div class="math">{tex2mathml(node.astext(), as_block=True)}</div>')
+    translator.body.append(f'<div class="math">{_mathml(node, as_block=True)}</div>')
     raise nodes.SkipNode
 
 
