@@ -1,6 +1,7 @@
 """Image folders: train/<class>/… and val/<class>/… as ILSVRC12 and Imagenette, or Tiny-ImageNet.
 
-`index_folder` only lists files; `read_folder` decodes them.
+`index_folder` only lists files; `read_folder` decodes them. As the name of a data set a folder is
+folder:PATH, or folder:NAME=PATH to call it by another name than its own.
 """
 
 from __future__ import annotations
@@ -20,6 +21,29 @@ from modenorm.lab.data.sets import DataError
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm"})
 TEST_FOLDERS = ("val", "validation", "test")
 ANNOTATIONS = "val_annotations.txt"
+PREFIX = "folder:"
+
+
+def folder_path(dataset: str) -> Path | None:
+    """The image folder that the name of a data set stands for; None for other data sets."""
+    return _split(dataset)[1] if dataset.startswith(PREFIX) else None
+
+
+def folder_name(dataset: str) -> str:
+    """What to call a data set: a folder by its given name, or by the last part of its path.
+
+    >>> [folder_name(name) for name in ("cifar10", "folder:a/b", "folder:imagenet=/data/2012")]
+    ['cifar10', 'b', 'imagenet']
+    """
+    return _split(dataset)[0]
+
+
+def _split(dataset: str) -> tuple[str, Path]:
+    text = dataset.removeprefix(PREFIX)
+    name, equals, path = text.partition("=")
+    if equals and os.sep not in name and text != dataset:
+        return name, Path(path)
+    return Path(text).name, Path(text)
 
 
 @dataclass(frozen=True)
