@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import modenorm
 from compare import assert_close, make_layer, one_hot, run

@@ -4,12 +4,14 @@ torchrun starts them and tells each its rank in the environment; alone, all of t
 Each rank takes a share of every batch and of the test set. Rank 0 writes files and speaks.
 """
 
+import atexit
 import contextlib
 import datetime
+import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
@@ -128,7 +130,11 @@ class Ranks:
         """The model, with gradients averaged over ranks after every backward."""
         if self.size == 1:
             return model
-        return DistributedDataParallel(model, broadcast_buffers=False, init_sync=False)
+        # buffers stay as they are; torch 2.13 renamed the option
+        known = inspect.signature(DistributedDataParallel).parameters
+        name = next(n for n in ("forward_sync_buffers", "broadcast_buffers") if n in known)
+        option: dict[str, Any] = {name: False}
+        return DistributedDataParallel(model, init_sync=False, **option)
 
 
 def _attempt(call: Callable[[], Value]) -> tuple[Value | None, Exception | None]:
@@ -146,14 +152,29 @@ def started_ranks() -> Ranks:
 
 @contextlib.contextmanager
 def joined(device: torch.device) -> Iterator[Ranks]:
-    """Meet the other ranks, by nccl on GPUs and gloo on CPUs, and leave them at the end."""
+    """Meet the other ranks, by nccl on GPUs and gloo on CPUs; they part when the process ends.
+
+    Raises:
+        ConnectionError: Another rank has died or gone; torchrun can start all of them again.
+    """
     ranks = started_ranks()
-    if ranks.size == 1 or distributed.is_initialized():
-        yield ranks
-        return
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    distributed.init_process_group(backend, timeout=TIMEOUT)
+    if ranks.size > 1 and not distributed.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        distributed.init_process_group(backend, timeout=TIMEOUT)
+        atexit.register(distributed.destroy_process_group)
     try:
         yield ranks
-    finally:
-        distributed.destroy_process_group()
+    except RuntimeError as error:
+        if ranks.size == 1 or not _is_loss(error):
+            raise
+        atexit.unregister(distributed.destroy_process_group)  # there is nobody to part from
+        raise ConnectionError(
+            f"rank {ranks.rank} lost the others, which have stopped or cannot be reached "
+            f"({str(error).splitlines()[0]}): the training goes on from its last checkpoint when "
+            "all ranks are started again, as torchrun --max-restarts does"
+        ) from error
+
+
+def _is_loss(error: RuntimeError) -> bool:
+    words = ("gloo", "NCCL", "Connection closed", "Connection reset", "which didn't come")
+    return isinstance(error, distributed.DistError) or any(word in str(error) for word in words)
