@@ -7,6 +7,7 @@ folder:PATH, or folder:NAME=PATH to call it by another name than its own.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,6 +23,14 @@ SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm"})
 TEST_FOLDERS = ("val", "validation", "test")
 ANNOTATIONS = "val_annotations.txt"
 PREFIX = "folder:"
+STAND_INS = ("tiny-imagenet-200", "imagenette", "stand-in")
+"""Folders that take ILSVRC12's place in experiments: their errors are others than the paper's."""
+IMAGENETTE = frozenset(
+    (
+        "n01440764", "n02102040", "n02979186", "n03000684", "n03028079",
+        "n03394916", "n03417042", "n03425413", "n03445777", "n03888257",
+    )
+)  # fmt: skip
 
 
 def folder_path(dataset: str) -> Path | None:
@@ -36,6 +45,27 @@ def folder_name(dataset: str) -> str:
     ['cifar10', 'b', 'imagenet']
     """
     return _split(dataset)[0]
+
+
+def dataset_title(dataset: str) -> str:
+    """The name of a data set, with a word of warning if it stands in for ILSVRC12.
+
+    >>> dataset_title("folder:data/imagenette")
+    'imagenette (a stand-in for ILSVRC12)'
+    """
+    name = folder_name(dataset)
+    stands_in = dataset.startswith(PREFIX) and name in STAND_INS
+    return f"{name} (a stand-in for ILSVRC12)" if stands_in else name
+
+
+def recognise(folder: Path) -> str:
+    """Tell by its classes what an image folder is: "imagenet" (ILSVRC12) or one of `STAND_INS`."""
+    classes = _class_folders(folder / "train")
+    if set(classes) == IMAGENETTE:
+        return "imagenette"
+    synsets = all(re.fullmatch(r"n\d{8}", name) for name in classes)
+    known = {1000: "imagenet", 200: "tiny-imagenet-200"}
+    return known.get(len(classes), "stand-in") if synsets else "stand-in"
 
 
 def _split(dataset: str) -> tuple[str, Path]:

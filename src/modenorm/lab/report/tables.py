@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from modenorm.lab.data.folder import dataset_title
 from modenorm.lab.report.records import Record, is_number
 
 NORMS = ("bn", "mn", "gn", "mgn", "in", "ln")
@@ -165,7 +166,7 @@ def _title(variants: list[Variant], groups: list[list[Variant]]) -> str:
 
 
 def _pair(config: Mapping[str, Any]) -> tuple[str, str]:
-    return config["model"], config["dataset"]
+    return config["model"], dataset_title(config["dataset"])
 
 
 def natural(text: str) -> list[tuple[int, str]]:
