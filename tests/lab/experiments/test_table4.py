@@ -102,7 +102,9 @@ def test_a_wrong_imagenet_is_no_ilsvrc12() -> None:
     lines = []
     for seed, classes in ((0, 2), (1, 1000)):
         config = cell.config(seed)
-        lines.append(line("table4", config, RESULT | {"run": config.run_id, "classes": classes}))
+        lines.append(
+            line("table4", config, RESULT | {"run": config.run_id, "classes": classes}, [])
+        )
     assert [each["stand_in"] for each in lines] == [True, False]
     summary = summarize([cell], lines)[0]
     assert summary.seeds == (1,)

@@ -27,9 +27,9 @@ from modenorm.lab.experiments.collect import (
     update,
 )
 from modenorm.lab.experiments.page import conditions, with_results
-from modenorm.lab.experiments.paper import TABLES
 from modenorm.lab.experiments.plan import Plan, make_plan, steps_left, total_steps
 from modenorm.lab.experiments.summary import HEADER, orders, rows, summarize
+from modenorm.lab.experiments.tables import TABLES
 from modenorm.lab.training import Run, Training, train_many
 from modenorm.lab.training.ranks import started_ranks
 
@@ -45,6 +45,7 @@ def reproduce_command(
     ),
     seeds: int = typer.Option(5, min=1, help="Seeds for each cell, counting up from 0."),
     limit: int | None = typer.Option(None, min=1, help="Train at most this many of what is left."),
+    only: str = typer.Option("", help="Only runs with this in their name, such as vgg13-cifar10."),
     dry_run: bool = typer.Option(False, help="Only list what is done and what is left."),
     retry_failed: bool = typer.Option(False, help="Train failed runs again."),
     data: Path = _machine(
@@ -77,7 +78,7 @@ def reproduce_command(
         _rebuild_pages(results)
         return
     tables = list(TABLES) if target == "all" else [target]
-    plan = make_plan(tables, range(seeds), data=data, runs_dir=runs, results=results)
+    plan = make_plan(tables, range(seeds), data=data, runs_dir=runs, results=results, only=only)
     _warn(plan, tables)
     if dry_run:
         _show_plan(plan, Console())

@@ -7,15 +7,14 @@ from pathlib import Path
 from modenorm.lab.data.folder import folder_path, index_folder
 from modenorm.lab.experiments.collect import borrow, read_lines, results_file
 from modenorm.lab.experiments.paper import (
-    TABLES,
     TRAIN_IMAGES,
     Cell,
-    configs,
     dataset_name,
     is_image_folder,
     located,
     settings_key,
 )
+from modenorm.lab.experiments.tables import TABLES, configs
 from modenorm.lab.training import Run, TrainConfig
 from modenorm.lab.training.runs import State
 from modenorm.lab.training.schedule import Schedule
@@ -42,9 +41,18 @@ class Plan:
 
 
 def make_plan(
-    tables: Iterable[str], seeds: range, *, data: Path, runs_dir: Path, results: Path
+    tables: Iterable[str],
+    seeds: range,
+    *,
+    data: Path,
+    runs_dir: Path,
+    results: Path,
+    only: str = "",
 ) -> Plan:
-    """Look at the results and the run directories; a training of two tables is planned once."""
+    """Look at the results and the run directories; a training of two tables is planned once.
+
+    Runs whose name does not contain `only` are passed over.
+    """
     plan = Plan()
     seen: set[Path] = set()
     for table in tables:
@@ -57,6 +65,8 @@ def make_plan(
         for config in configs(table, seeds):
             run = Run.of(located(config, data), runs_dir)
             key = settings_key(config)
+            if only not in run.path.name:
+                continue
             if run.path in seen or (key in skipped and (key, config.seed) not in measured):
                 continue
             seen.add(run.path)

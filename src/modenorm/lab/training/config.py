@@ -27,8 +27,6 @@ CHOICES: dict[str, Collection[str]] = {
     "dtype": get_args(Precision),
     "crop": get_args(Crop),
 }
-ADDED = ("crop", "stream", "sync")
-"""Settings that came later: left out of the JSON where they are as before, so names stay."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,19 +122,24 @@ class TrainConfig:
 
     @property
     def run_id(self) -> str:
-        """A readable name that ends in a hash of the whole configuration."""
+        """A readable name that ends in a hash of all settings that are not the default."""
         count = {"mn": self.modes, "mgn": self.modes, "gn": self.groups}.get(self.norm, "")
-        digest = hashlib.sha256(self.to_json().encode()).hexdigest()[:8]
+        digest = hashlib.sha256(json.dumps(self.chosen(), sort_keys=True).encode()).hexdigest()[:8]
         data = folder_name(self.dataset)
         return f"{self.model}-{data}-{self.norm}{count}-n{self.batch}-s{self.seed}-{digest}"
 
+    def chosen(self) -> dict[str, Any]:
+        """The settings that are not the default; a setting that is added later changes no name."""
+        fields = {field.name: field for field in dataclasses.fields(self)}
+        return {
+            name: value
+            for name, value in dataclasses.asdict(self).items()
+            if value != default_of(fields[name])
+        }
+
     def to_json(self) -> str:
         """Write the configuration with sorted names."""
-        values = dataclasses.asdict(self)
-        for field in dataclasses.fields(self):
-            if field.name in ADDED and values[field.name] == field.default:
-                del values[field.name]
-        return json.dumps(values, sort_keys=True)
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> "TrainConfig":
@@ -161,6 +164,13 @@ class TrainConfig:
             for name in mine
             if mine[name] != theirs[name]
         ]
+
+
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """A setting's default; MISSING if it has none."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
 
 
 def _require(config: TrainConfig, name: str, holds: bool, rule: str) -> None:

@@ -203,7 +203,7 @@ def train_many(
         data: Data sets by name, to be used instead of loading them.
         device: "cuda", "cpu", or None for the best there is.
         parallel: Trainings in progress at the same time.
-        checkpoint_every: Seconds between checkpoints; every evaluation writes one as well.
+        checkpoint_every: Seconds between checkpoints; evaluations write more where that is cheap.
         listener: Called with a training after every chunk of its steps.
         tensorboard: Also write TensorBoard events into the runs' folders.
         workers: Processes of each rank that decode streamed images; None for as many as cores.

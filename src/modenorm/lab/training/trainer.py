@@ -52,6 +52,8 @@ SHORT_CHUNK = 16
 """The same where steps are not captured: large, or with other ranks that may want to stop."""
 TURN = {"cuda": 16, "cpu": 1}
 """Steps queued before others have their turn."""
+SAVING_SHARE = 0.02
+"""Of the time: checkpoints at evaluations may take as much."""
 
 
 class Diverged(RuntimeError):
@@ -106,7 +108,7 @@ class Training:
         run: What to train, and the directory to keep it in.
         data: The data set, padded if the configuration augments.
         lane: Where to queue the work.
-        checkpoint_every: Seconds between checkpoints; every evaluation writes one as well.
+        checkpoint_every: Seconds between checkpoints; evaluations write more where that is cheap.
         listener: Called after every chunk of steps and every evaluation.
         tensorboard: Also write TensorBoard events into the run's directory.
         ranks: The processes that train the model together.
@@ -141,6 +143,7 @@ class Training:
         self._dtype = getattr(torch, config.dtype)
         plain = ranks.size == 1 and not config.stream
         self._chunk, self._turn = CHUNK[kind] if plain else SHORT_CHUNK, TURN[kind]
+        self._save_seconds = 0.0  # what the last checkpoint took
         self._saved = (-1, 0)  # step and number of evaluations in the last checkpoint
 
         seed = torch.Generator().manual_seed(derive_seed(config.seed, "weights"))
@@ -202,16 +205,35 @@ class Training:
                 stack.callback(self._events.close)
             advance = self._prepare()
             while True:
-                if self._evaluation_due():
+                evaluated = self._evaluation_due()
+                if evaluated:
                     yield from self._evaluate()
+                ended = self.position.step == self.schedule.total
+                if ended or self._checkpoint_due(evaluated):
                     self.save()
-                elif self._agree_to_save():
-                    self.save()
-                if self.position.step == self.schedule.total:
+                if ended:
                     break
                 yield from self._train(advance)
             if self.ranks.leads:
                 self.run.finish(self._result())
+
+    def _checkpoint_due(self, evaluated: bool) -> bool:
+        """Whether time has come, or an evaluation was made and writing is cheap beside the rest.
+
+        The clock of rank 0 decides.
+
+        Raises:
+            KeyboardInterrupt: Ranks that train together were interrupted; there is a checkpoint.
+        """
+        elapsed = time.monotonic() - self._saved_at
+        affordable = elapsed * SAVING_SHARE >= self._save_seconds
+        due = elapsed >= self._checkpoint_every or (evaluated and affordable)
+        stop = self._interrupted.is_set() and self.ranks.size > 1
+        due, stop = self.ranks.any(due and self.ranks.leads, stop)
+        if stop:
+            self.save()
+            raise KeyboardInterrupt
+        return due
 
     def save(self) -> None:
         """Write a checkpoint of this moment, unless there is one.
@@ -224,6 +246,7 @@ class Training:
         if self._saved == mark:
             return
         self.lane.synchronize()
+        began = time.monotonic()
         self._match_estimates()
         tensors = {name: tensor.detach().cpu() for name, tensor in self._tensors().items()}
         for name, tensor in tensors.items():
@@ -234,6 +257,7 @@ class Training:
         if self.ranks.leads:
             checkpoint.save(self.run.checkpoint)
         self._saved, self._saved_at = mark, time.monotonic()
+        self._save_seconds = self._saved_at - began
 
     def _tensors(self) -> dict[str, Tensor]:
         parts = {
@@ -243,20 +267,6 @@ class Training:
             "loss": {"sum": self.ranks.total(self._step.loss_sum)},
         }
         return {f"{part}.{name}": t for part, named in parts.items() for name, t in named.items()}
-
-    def _agree_to_save(self) -> bool:
-        """Whether a checkpoint is due by the clock of rank 0.
-
-        Raises:
-            KeyboardInterrupt: Ranks that train together were interrupted; there is a checkpoint.
-        """
-        late = time.monotonic() - self._saved_at >= self._checkpoint_every
-        stop = self._interrupted.is_set() and self.ranks.size > 1
-        due, stop = self.ranks.any(late and self.ranks.leads, stop)
-        if stop:
-            self.save()
-            raise KeyboardInterrupt
-        return due
 
     def _resume(self) -> None:
         """Take up the checkpoint, if there is one; rank 0 reads it for all."""
