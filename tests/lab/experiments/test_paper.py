@@ -45,9 +45,9 @@ def test_every_published_number_is_there_once(table):
 def test_numbers_of_cells():
     counts = {table: len(cells) for table, cells in PAPER_TABLES.items()}
     assert counts == {
-        "table1": 6, "table2": 12, "table3": 12, "table4": 4, "table5": 12, "extra": 4,
+        "table1": 6, "table2": 12, "table3": 12, "table4": 8, "table5": 12, "extra": 4,
     }  # fmt: skip
-    assert [cell.top5 for cell in TABLES["table4"]] == [10.90, 10.65, None, None]
+    assert [cell.top5 for cell in TABLES["table4"]] == [10.90, 10.65, *[None] * 6]
     assert [cited.error for cited in CITED] == [8.81, 8.75]
 
 
@@ -87,7 +87,9 @@ def test_settings_agree_with_the_recipes_of_the_train_command():
 
 
 def test_lengths_in_steps():
-    steps = {cell.group: total_steps(cell.config(0)) for c in TABLES.values() for cell in c}
+    cells = [cell for found in TABLES.values() for cell in found]
+    known = [cell for cell in cells if cell.settings["dataset"] != "folder:stand-in"]
+    steps = {cell.group: total_steps(cell.config(0)) for cell in known}
     assert steps["LeNet, N=128"] == 27_343
     assert steps["LeNet, N=4"] == steps["LeNet, N=16"] == 50_000
     assert steps["VGG13 on CIFAR-100"] == 39_062

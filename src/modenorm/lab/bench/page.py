@@ -139,12 +139,33 @@ def _sync_table(rows: list[Row]) -> str:
     return _markdown(header, lines) + f"\n\n{about['backend']}, {busy}; " + _conditions(rows)
 
 
+def _train_table(rows: list[Row]) -> str:
+    """Trainings of the laboratory, and what watching their modes costs."""
+    header = ["training", "norm", "step µs", "images/s", "speed × first", "record_gates, % of eval"]
+    header += ["mode log, % of training"]
+    lines = [
+        [
+            f"{row['model']}, N={row['batch']}, {row['size']}², {row['dtype']}, "
+            f"{row['parallel']} side by side",
+            _name(row["norm"]),
+            _us(row["step_us"]),
+            f"{row['images_per_s']:.0f}",
+            _ratio(row["speed_to_first"]),
+            _ratio(row["record_gates_percent"]),
+            _ratio(row["log_modes_percent_of_training"]),
+        ]
+        for row in rows
+    ]
+    return _markdown(header, lines) + "\n\n" + _conditions(rows)
+
+
 TABLES: dict[str, Callable[[list[Row]], str]] = {
     "layer": _layer_table,
     "eager": _eager_table,
     "headline": _headline_table,
     "model": _model_table,
     "sync": _sync_table,
+    "train": _train_table,
 }
 
 

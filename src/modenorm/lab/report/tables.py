@@ -7,9 +7,10 @@ import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
+from modenorm.lab.data.folder import dataset_title, folder_name
 from modenorm.lab.report.records import Record, is_number
 
 NORMS = ("bn", "mn", "gn", "mgn", "in", "ln")
@@ -156,7 +157,7 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
         if name != "seed" and config["norm"] in OF_NORMS.get(name, (config["norm"],))
     }
     if used["dataset"].startswith("folder:"):
-        used["dataset"] = "folder:" + PurePath(used["dataset"].removeprefix("folder:")).name
+        used["dataset"] = "folder:" + folder_name(used["dataset"])
     return used
 
 
@@ -172,7 +173,7 @@ def _title(variants: list[Variant], groups: list[list[Variant]]) -> str:
 
 
 def _pair(config: Mapping[str, Any]) -> tuple[str, str]:
-    return config["model"], config["dataset"]
+    return config["model"], dataset_title(config["dataset"])
 
 
 def natural(text: str) -> list[tuple[int, str]]:

@@ -49,7 +49,7 @@ class ModeUsage:
         if self._layers:
             member = nn.functional.one_hot(domains, num_domains).t().double()  # (D, N)
             for name, layer in self._layers.items():
-                rows = torch.cat(self._rows[name])
+                rows = torch.cat(self._rows[name] or [member.new_zeros((0, layer.num_modes + 1))])
                 rows = _with_entropy(rows) if rows.shape[1] == layer.num_modes else rows
                 parts.append((member @ rows.double()).flatten())
         return torch.cat(parts)
