@@ -10,6 +10,9 @@ from modenorm.kernels import use_backend
 from modenorm.layers import ModeGroupNorm, ModeNorm1d, ModeNorm2d, ModeNorm3d
 from modenorm.modes import mode_report, record_gates
 from modenorm.parameters import norm_parameters
+from modenorm.pruning import prune_modes
+from modenorm.resizing import match_modes
+from modenorm.sparsity import ModeSparsity
 from modenorm.statistics import freeze_statistics, recalibrate
 
 __version__ = "0.1.0"
@@ -20,12 +23,15 @@ __all__ = [
     "ModeNorm1d",
     "ModeNorm2d",
     "ModeNorm3d",
+    "ModeSparsity",
     "StandardizedGate",
     "freeze_statistics",
     "functional",
     "gates",
+    "match_modes",
     "mode_report",
     "norm_parameters",
+    "prune_modes",
     "recalibrate",
     "record_gates",
     "reference",

@@ -157,7 +157,7 @@ def mode_report(
     meters = {name: _Meter(name, layer) for name, layer in layers.items()}
     listeners = [(layer, meters[name].listen) for name, layer in layers.items()]
     count = 0
-    with _evaluating(model), _watching_inputs(meters.values()), listening(listeners):
+    with evaluating(model), _watching_inputs(meters.values()), listening(listeners):
         for x, classes, sources in _labelled(batches, labels, domains):
             for meter in meters.values():
                 meter.labels = {"class": classes, "domain": sources}
@@ -171,7 +171,8 @@ def mode_report(
 
 
 @contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode everywhere, and then what was before."""
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:
