@@ -1,0 +1,280 @@
+"""Made-up mixtures with a known number of modes: how often is that number found?
+
+A sample belongs to one of M hidden modes, x = μ_m + σ_m z in C channels, and its class is decided by
+z alone: a network of one mode norm and one linear layer has to undo each mode's mean and standard
+deviation to see it. Many networks are trained at once (`torch.func.vmap`) by the library's own
+layers and penalty, and then each is pruned by `prune_modes`.
+"""
+
+import itertools
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, stack_module_state, vmap
+from torch.nn import functional
+
+from modenorm import ModeNorm1d, ModeSparsity, prune_modes, recalibrate
+from modenorm.lab.bench.page import _markdown
+from modenorm.lab.data.loader import derive_seed
+from modenorm.lab.provenance import provenance
+from modenorm.pruning import DEFAULT_TOLERANCE
+from modenorm.sparsity import DEFAULT_STRENGTH
+
+CHANNELS = CLASSES = 8
+MAX_MODES = 8
+BATCH, STEPS, LR, MOMENTUM = 128, 1500, 0.1, 0.9
+START = 0.5  # the part of the training before the penalty sets in
+LR_DROP = 0.7  # the part of the training before the learning rate falls to a tenth
+DISTANCE = {"apart": 8.0, "overlapping": 3.0}
+UNBALANCED = 10.0
+TUNING_SEED = 1000  # development seeds count up from here, published ones from 0
+
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """What is made up: M modes, of equal size or the first ten times the others, and how near."""
+
+    modes: int
+    balanced: bool
+    distance: str
+
+    @property
+    def label(self) -> str:
+        """In words."""
+        if self.modes == 1:
+            return "1 mode"
+        sizes = "equal" if self.balanced else "10:1"
+        return f"{self.modes} modes, {sizes}, {self.distance}"
+
+
+MIXTURES = (
+    Mixture(1, True, "apart"),
+    *(
+        Mixture(modes, balanced, distance)
+        for modes, balanced, distance in itertools.product((2, 3, 5), (True, False), DISTANCE)
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Method:
+    """How modes are counted: by pruning alone (no method), or with a penalty in training too."""
+
+    name: str
+    strength: float
+
+    @property
+    def label(self) -> str:
+        """In words."""
+        return f"{self.name}, strength {self.strength:g}" if self.strength else "pruning alone"
+
+
+METHODS = (
+    Method("entropy", 0.0),
+    *(Method(name, strength) for name, strength in DEFAULT_STRENGTH.items()),
+)
+CANDIDATES = (
+    *(Method("entropy", strength) for strength in (0.0, 0.05, 0.1, 0.2, 0.4)),
+    *(Method("switch", strength) for strength in (0.005, 0.02, 0.05, 0.1, 0.2)),
+)
+TOLERANCES = (0.02, 0.05, 0.1, 0.15)
+
+
+class Sources:
+    """Endless samples of many mixtures at once, B of them.
+
+    The means are random, scaled so that the two nearest lie `DISTANCE` apart in units of the
+    typical standard deviation; then all is scaled to unit variance.
+    """
+
+    def __init__(self, drawn: Sequence[tuple[Mixture, int]]) -> None:
+        most = max(mixture.modes for mixture, _ in drawn)
+        self.means = torch.zeros(len(drawn), most, CHANNELS)
+        self.sds, self.shares = torch.ones_like(self.means), torch.zeros(len(drawn), most)
+        self.teachers = torch.zeros(len(drawn), CHANNELS, CLASSES)
+        for i, (mixture, seed) in enumerate(drawn):
+            generator = torch.Generator().manual_seed(derive_seed(seed, mixture.label))
+            self._draw(i, mixture, generator)
+        seeds = "+".join(f"{mixture.label} {seed}" for mixture, seed in drawn)
+        self._generator = torch.Generator().manual_seed(derive_seed(0, seeds))
+
+    def _draw(self, i: int, mixture: Mixture, generator: torch.Generator) -> None:
+        m = mixture.modes
+        means = torch.randn(m, CHANNELS, generator=generator)
+        sds = torch.exp(0.4 * torch.randn(m, CHANNELS, generator=generator))
+        shares = torch.ones(m)
+        shares[0] = 1.0 if mixture.balanced else UNBALANCED
+        shares /= shares.sum()
+        if m > 1:
+            means *= DISTANCE[mixture.distance] / torch.pdist(means).min()
+        centre = shares @ means
+        total = (shares @ (sds**2 + (means - centre) ** 2)).mean().sqrt()
+        self.means[i, :m], self.sds[i, :m], self.shares[i, :m] = means / total, sds / total, shares
+        self.teachers[i] = torch.randn(CHANNELS, CLASSES, generator=generator)
+
+    def batch(self, size: int) -> tuple[Tensor, Tensor]:
+        """Inputs, (B, size, C), and classes, (B, size)."""
+        modes = torch.multinomial(self.shares, size, True, generator=self._generator)
+        z = torch.randn(*modes.shape, CHANNELS, generator=self._generator)
+        chosen = modes[..., None].expand_as(z)
+        x = self.means.gather(1, chosen) + self.sds.gather(1, chosen) * z
+        return x, (z @ self.teachers).argmax(-1)
+
+
+class Learner(nn.Module):
+    """A network and its penalty; says the loss of a batch."""
+
+    def __init__(self, method: Method, track_running_stats: bool = False) -> None:
+        super().__init__()
+        norm = ModeNorm1d(CHANNELS, MAX_MODES, track_running_stats=track_running_stats)
+        self.network = nn.Sequential(norm, nn.Linear(CHANNELS, CLASSES))
+        self.sparsity = ModeSparsity(self.network, method.strength, method.name)
+
+    def forward(self, x: Tensor, classes: Tensor) -> Tensor:
+        """Cross-entropy and penalty."""
+        return functional.cross_entropy(self.network(x), classes) + self.sparsity()
+
+
+def train(sources: Sources, method: Method, seed: int, steps: int = STEPS) -> list[nn.Sequential]:
+    """Train a network on each of the mixtures, and estimate its running statistics."""
+    count = len(sources.means)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(seed, method.name))
+        learners = [Learner(method) for _ in range(count)]
+        parameters, buffers = stack_module_state(learners)  # type: ignore[arg-type]
+        parameters = {name: p.detach() for name, p in parameters.items()}
+        speeds = {name: torch.zeros_like(p) for name, p in parameters.items()}
+
+        def loss(parameters: Any, buffers: Any, x: Tensor, classes: Tensor) -> Tensor:
+            return functional_call(learners[0], (parameters, buffers), (x, classes))
+
+        gradients = vmap(grad(loss), randomness="different")
+        strength = buffers["sparsity.strength"].clone()
+        for step in range(steps):
+            buffers["sparsity.strength"] = strength * (step >= START * steps)
+            lr = LR * (1.0 if step < LR_DROP * steps else 0.1)
+            for name, g in gradients(parameters, buffers, *sources.batch(BATCH)).items():
+                speeds[name].mul_(MOMENTUM).add_(g)
+                parameters[name].sub_(lr * speeds[name])
+    return [_single(parameters, i, method, sources) for i in range(count)]
+
+
+def _single(parameters: dict[str, Tensor], i: int, method: Method, sources: Sources) -> Any:
+    """The i-th network by itself, with the switches written into its gate."""
+    learner = Learner(method, track_running_stats=True)
+    with torch.no_grad():
+        for name, parameter in learner.named_parameters():
+            parameter.copy_(parameters[name][i])
+    learner.sparsity.remove()
+    return learner.network
+
+
+def measure(
+    drawn: Sequence[tuple[Mixture, int]],
+    method: Method,
+    tolerances: Sequence[float] = (DEFAULT_TOLERANCE,),
+    steps: int = STEPS,
+) -> Iterator[Line]:
+    """Train on mixtures and seeds, prune, and count the modes that are left."""
+    sources = Sources(drawn)
+    networks = train(sources, method, seed=0, steps=steps)
+    data = [sources.batch(1024) for _ in range(8)]
+    x_test, y_test = sources.batch(4096)
+    for i, (mixture, seed) in enumerate(drawn):
+        recalibrate(networks[i], (x[i] for x, _ in data))
+        error = _error(networks[i], x_test[i], y_test[i])
+        for tolerance in sorted(tolerances):  # a larger one goes on where a smaller one stopped
+            result = prune_modes(networks[i], [x[i] for x, _ in data[:2]], tolerance)
+            (modes,) = result.num_modes.values()
+            yield {
+                "mixture": mixture.label,
+                "modes": mixture.modes,
+                "seed": seed,
+                "method": method.name if method.strength else "none",
+                "strength": method.strength,
+                "tolerance": tolerance,
+                "found": modes,
+                "error": round(error, 2),
+                "pruned_error": round(_error(networks[i], x_test[i], y_test[i]), 2),
+                "change": round(result.change, 4),
+                "steps": steps,
+            }
+
+
+@torch.no_grad()
+def _error(network: nn.Module, x: Tensor, classes: Tensor) -> float:
+    return 100 * float((network.eval()(x).argmax(1) != classes).double().mean())
+
+
+def study(
+    seeds: Iterable[int], methods: Iterable[Method] = METHODS, **options: Any
+) -> Iterator[list[Line]]:
+    """The lines of each method, with where they come from."""
+    drawn = [(mixture, seed) for mixture in MIXTURES for seed in seeds]
+    about = provenance(torch.device("cpu"))
+    for method in methods:
+        yield [line | about for line in measure(drawn, method, **options)]
+
+
+def right(lines: Iterable[Line]) -> str:
+    """How many of the lines found the right number."""
+    hits = [line["found"] == line["modes"] for line in lines]
+    return f"{sum(hits)}/{len(hits)}" if hits else ""
+
+
+def summary(lines: Sequence[Line]) -> tuple[list[str], list[list[str]]]:
+    """A header and rows: how often each method found the right number, for every mixture."""
+    methods = list(dict.fromkeys(map(_method, lines)))
+    header = ["mixture", *(f"{_named(method)}: right" for method in methods)]
+    header += [f"{_named(method)}: mean found" for method in methods]
+    rows = []
+    for label in [*dict.fromkeys(line["mixture"] for line in lines), "all"]:
+        chosen = [
+            [
+                each
+                for each in lines
+                if _method(each) == method and label in (each["mixture"], "all")
+            ]
+            for method in methods
+        ]
+        means = [f"{statistics.fmean(line['found'] for line in part):.2f}" for part in chosen]
+        rows.append([label, *map(right, chosen), *(means if label != "all" else [""] * len(means))])
+    return header, rows
+
+
+def errors(lines: Sequence[Line]) -> tuple[list[str], list[list[str]]]:
+    """A header and rows: mean test error of each method before and after pruning."""
+    rows = []
+    for method in dict.fromkeys(map(_method, lines)):
+        part = [line for line in lines if _method(line) == method]
+        names = ("error", "pruned_error")
+        means = [f"{statistics.fmean(line[name] for line in part):.2f}" for name in names]
+        rows.append([_named(method), *means, f"{max(line['change'] for line in part):.3f}"])
+    return ["method", "error %", "error % after pruning", "largest change of outputs"], rows
+
+
+def _method(line: Line) -> tuple[str, float, float]:
+    return line["method"], line["strength"], line["tolerance"]
+
+
+def _named(method: tuple[str, float, float]) -> str:
+    name, strength, tolerance = method
+    training = "pruning alone" if name == "none" else f"{name} {strength:g}"
+    return f"{training}, tolerance {tolerance:g}"
+
+
+def text(lines: Sequence[Line]) -> str:
+    """Both tables in Markdown, and where the numbers come from."""
+    about, seeds = lines[0], sorted({line["seed"] for line in lines})
+    conditions = (
+        f"Seeds {seeds[0]} to {seeds[-1]}, at most {MAX_MODES} modes, {about['steps']} steps of "
+        f"{BATCH} samples; {about['device']}, torch {about['torch']}, commit {about['commit']}, "
+        f"{about['date'][:10]}."
+    )
+    return "\n\n".join([_markdown(*summary(lines)), _markdown(*errors(lines)), conditions])
