@@ -334,10 +334,10 @@ class ModeGroupNorm(nn.Module):
     def reset_parameters(self) -> None:
         """Draw a new gate and forget the affine parameters.
 
-        The gate of one number per channel starts as `nn.Linear(1, K)` does: noise, since modes that
-        are equal for all channels would stay so.
+        The gate's weights start as 0.01 · randn, like those of `LinearGate`, since modes that are
+        equal for all channels would stay so; its bias as that of `nn.Linear(1, K)`.
         """
-        nn.init.uniform_(self.gate_weight, -1, 1)
+        nn.init.normal_(self.gate_weight, std=0.01)
         nn.init.uniform_(self.gate_bias, -1, 1)
         if self.weight is not None and self.bias is not None:
             nn.init.ones_(self.weight)

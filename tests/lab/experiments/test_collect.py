@@ -7,6 +7,8 @@ from fake_results import fake_run
 
 from modenorm.lab.experiments import TABLES, collect, summarize, update, with_results
 from modenorm.lab.experiments.collect import borrow, read_lines
+from modenorm.lab.experiments.gates import gate_rows
+from modenorm.lab.experiments.page import busy_minutes
 from modenorm.lab.experiments.summary import HEADER, Difference, orders, rows
 
 ROOT = Path(__file__).parents[3]
@@ -34,7 +36,7 @@ def test_lines_say_all_about_a_training(runs):
         "seed": 0, "final_error": 15.0, "top_error": 14.0, "top5_error": 7.5,
         "domain_errors": {"mnist": 1.0, "svhn": 2.0}, "samples_seen": 512, "seconds": 1.5,
         "torch": "2.13.0", "commit": "abc", "date": "2026-01-02T03:04:05+00:00",
-        "gpu": "some device", "settings": BN.key,
+        "gates": {}, "gpu": "some device", "settings": BN.key,
     }  # fmt: skip
     assert {line["modes"] for line in found.lines if line["norm"] == "mn"} == {2}
 
@@ -175,3 +177,46 @@ def test_committed_results_are_whole():
         for line in read_lines(ROOT / "results" / f"{table}.jsonl"):
             assert json.dumps(line)
             assert line["table"] == table
+
+
+def with_gates(line, *layers):
+    gates = {f"layer{i}": {"shares": s, "entropy": e} for i, (s, e) in enumerate(layers)}
+    return line | {"gates": gates}
+
+
+def test_gates_are_summed_up_by_cell(runs):
+    lines = [line for line in collect(CELLS, runs).lines if line["norm"] == "mn"][:2]
+    lines[0] = with_gates(lines[0], ([0.25, 0.75], 0.5), ([0.005, 0.995], 0.1))
+    lines[1] = with_gates(lines[1], ([0.5, 0.5], 1.0), ([0.985, 0.015], 0.4))
+    assert gate_rows(CELLS, lines) == [
+        ["LeNet, N=128", "MN K=2", "2", "2", "19.2 %", "0.5 %", "0.50", "1 of 4"]
+    ]
+    assert gate_rows(CELLS, collect(CELLS, runs).lines) == []
+
+
+def test_gates_come_from_the_last_evaluation(runs, tmp_path):
+    folder = next(runs.glob("*-mn2-*"))
+    records = [
+        {
+            "step": s,
+            "samples": s,
+            "test_error": 1.0,
+            "modes": {"a": {"shares": [s / 10, 1 - s / 10], "entropy": s}},
+        }
+        for s in (1, 2)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    (line,) = [line for line in collect(CELLS, runs).lines if line["gates"]]
+    assert line["gates"] == {"a": {"shares": [0.2, 0.8], "entropy": 2}}
+
+
+def test_minutes_count_overlapping_trainings_once():
+    def ended(second, seconds):
+        return {
+            "date": f"2026-01-02T03:{second // 60:02d}:{second % 60:02d}+00:00",
+            "seconds": seconds,
+        }
+
+    # 0 to 60 and 30 to 90, then a pause, then 120 to 150
+    assert busy_minutes([ended(90, 60), ended(60, 60), ended(150, 30)]) == pytest.approx(2.0)
+    assert busy_minutes([]) == 0

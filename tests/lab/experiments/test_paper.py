@@ -7,6 +7,7 @@ from modenorm.lab.data.catalog import MULTITASK, PUBLISHED
 from modenorm.lab.experiments import TABLES, configs
 from modenorm.lab.experiments.paper import (
     CITED,
+    PAPER_TABLES,
     TRAIN_IMAGES,
     dataset_name,
     located,
@@ -30,7 +31,7 @@ PUBLISHED_SDS = {
 }
 
 
-@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("table", PAPER_TABLES)
 def test_every_published_number_is_there_once(table):
     errors = [f"{cell.error:.2f}" for cell in TABLES[table] if cell.error is not None]
     sds = [f"{cell.sd:.2f}" for cell in TABLES[table] if cell.sd is not None]
@@ -39,7 +40,7 @@ def test_every_published_number_is_there_once(table):
 
 
 def test_numbers_of_cells():
-    counts = {table: len(cells) for table, cells in TABLES.items()}
+    counts = {table: len(cells) for table, cells in PAPER_TABLES.items()}
     assert counts == {
         "table1": 6, "table2": 12, "table3": 12, "table4": 4, "table5": 12, "extra": 4,
     }  # fmt: skip
@@ -60,13 +61,13 @@ def test_trainings_are_valid_and_differ(table):
 
 
 def test_one_training_belongs_to_two_tables():
-    keys = Counter(cell.key for cells in TABLES.values() for cell in cells)
+    keys = Counter(cell.key for cells in PAPER_TABLES.values() for cell in cells)
     (shared,) = [key for key, count in keys.items() if count > 1]
     assert [c.group for c in TABLES["extra"] if c.key == shared] == ["ResNet20 on CIFAR-10"]
 
 
 def test_norms_of_a_table_differ_in_nothing_but_the_norm():
-    norm = {"norm", "modes", "groups", "where"}
+    norm = {"norm", "modes", "groups", "where", "gate", "variance"}
     for cells in TABLES.values():
         groups = {}
         for cell in cells:
@@ -75,7 +76,7 @@ def test_norms_of_a_table_differ_in_nothing_but_the_norm():
 
 
 def test_settings_agree_with_the_recipes_of_the_train_command():
-    cells = [c for t, found in TABLES.items() if t != "table2" for c in found]
+    cells = [c for t, found in PAPER_TABLES.items() if t != "table2" for c in found]
     for cell in cells:
         recipe = RECIPES[cell.settings["model"]]
         for name in ("lr", "momentum", "weight_decay", "total", "milestones", "augment"):
@@ -105,3 +106,15 @@ def test_image_folders_lie_in_the_folder_of_data():
     assert settings_key(there) == settings_key(config)
     lenet = TABLES["table1"][0].config(0)
     assert located(lenet, Path("/some/where")) == lenet
+
+
+def test_the_search_for_the_level_stands_beside_table_1():
+    published = {cell.label: cell.error for cell in TABLES["table1"]}
+    for cell in TABLES["level"]:
+        assert cell.error == published[cell.label]
+
+
+def test_options_share_the_trainings_of_the_paper():
+    paper = {cell.key for cells in PAPER_TABLES.values() for cell in cells}
+    shared = [cell.label for cell in TABLES["options"] if cell.key in paper]
+    assert shared == ["BN", "MN K=2", "MN K=4", "MN K=6", *["BN", "MGN K=2"] * 3]

@@ -27,9 +27,9 @@ from modenorm.lab.experiments.collect import (
     update,
 )
 from modenorm.lab.experiments.page import conditions, with_results
-from modenorm.lab.experiments.paper import TABLES
 from modenorm.lab.experiments.plan import Plan, make_plan, steps_left, total_steps
 from modenorm.lab.experiments.summary import HEADER, orders, rows, summarize
+from modenorm.lab.experiments.tables import TABLES
 from modenorm.lab.training import Run, Training, train_many
 
 PAGES = (Path("README.md"), Path("docs/reproduction.md"))

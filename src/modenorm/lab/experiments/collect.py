@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from modenorm.lab.experiments.paper import TABLES, Cell, dataset_name, settings_key
+from modenorm.lab.experiments.paper import Cell, dataset_name, settings_key
+from modenorm.lab.experiments.tables import TABLES
 from modenorm.lab.report.records import Record, find_directories, read_record
 from modenorm.lab.training import Run, TrainConfig, Training
 from modenorm.lab.training.files import write_whole
@@ -39,7 +40,8 @@ def collect(cells: Sequence[Cell], runs_dir: Path) -> Collection:
             if record.state != "done":
                 problem = "; ".join(record.problems) or "not finished"
                 raise ValueError(problem)
-            found.lines.append(line(tables[settings_key(config)], config, record.result))
+            table = tables[settings_key(config)]
+            found.lines.append(line(table, config, record.result, record.metrics))
         except ValueError as error:
             found.problems.append(f"{folder.name} is left out: {error}")
     return found
@@ -51,7 +53,9 @@ def _config(record: Record) -> TrainConfig:
     return TrainConfig.from_json(json.dumps(record.config))
 
 
-def line(table: str, config: TrainConfig, result: dict[str, Any]) -> Line:
+def line(
+    table: str, config: TrainConfig, result: dict[str, Any], metrics: Sequence[dict[str, Any]]
+) -> Line:
     """One line of results/TABLE.jsonl."""
     missing = [name for name in ("run", "device", *OF_RESULT) if name not in result]
     if missing:
@@ -71,8 +75,18 @@ def line(table: str, config: TrainConfig, result: dict[str, Any]) -> Line:
         "channels_last": config.channels_last,
         "seed": config.seed,
         **{name: result[name] for name in OF_RESULT},
+        "gates": _gates(metrics),
         "gpu": result["device"],
         "settings": settings_key(config),
+    }
+
+
+def _gates(metrics: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Shares of the modes and entropy of the gates of every layer, at the last evaluation."""
+    layers = metrics[-1].get("modes", {}) if metrics else {}
+    return {
+        name: {"shares": found["shares"], "entropy": found["entropy"]}
+        for name, found in layers.items()
     }
 
 
@@ -101,7 +115,7 @@ class Keeper:
     def _write(self, run: Run) -> None:
         for table, keys in self._cells.items():
             if settings_key(run.config) in keys:
-                new = line(table, run.config, run.result())
+                new = line(table, run.config, run.result(), run.metrics())
                 update(results_file(self._results, table), [new], TABLES[table])
 
 

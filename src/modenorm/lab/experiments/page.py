@@ -1,27 +1,31 @@
 """The tables of docs/reproduction.md, built from results/*.jsonl and never typed."""
 
+import datetime
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from modenorm.lab.bench.page import _markdown
 from modenorm.lab.experiments.collect import Line, read_lines, results_file
-from modenorm.lab.experiments.paper import TABLES
+from modenorm.lab.experiments.gates import GATE_HEADER, gate_rows
 from modenorm.lab.experiments.summary import HEADER, orders, rows, summarize
+from modenorm.lab.experiments.tables import TABLES
 
 
 def with_results(text: str, results: Path) -> str:
     """The page with each table between its markers built anew.
 
-    A table stands between `<!-- results TABLE -->` and `<!-- end -->`.
+    Errors stand between `<!-- results TABLE -->` and `<!-- end -->`, the gates' shares between
+    `<!-- gates TABLE -->` and `<!-- end -->`.
     """
+    makers = {"results": table_text, "gates": gates_text}
 
     def rebuild(match: re.Match[str]) -> str:
-        table = match["table"]
-        return f"<!-- results {table} -->\n\n{table_text(table, results)}\n\n<!-- end -->"
+        kind, table = match["kind"], match["table"]
+        return f"<!-- {kind} {table} -->\n\n{makers[kind](table, results)}\n\n<!-- end -->"
 
-    names = "|".join(TABLES)
-    pattern = rf"<!-- results (?P<table>{names}) -->.*?<!-- end -->"
+    kinds, names = "|".join(makers), "|".join(TABLES)
+    pattern = rf"<!-- (?P<kind>{kinds}) (?P<table>{names}) -->.*?<!-- end -->"
     return re.sub(pattern, rebuild, text, flags=re.DOTALL)
 
 
@@ -36,15 +40,33 @@ def table_text(table: str, results: Path) -> str:
     return "\n\n".join(filter(None, parts))
 
 
+def gates_text(table: str, results: Path) -> str:
+    """How a table's trainings share the samples out among the modes, in Markdown."""
+    lines = read_lines(results_file(results, table))
+    found = gate_rows(TABLES[table], lines)
+    return _markdown(list(GATE_HEADER), found) if found else "_not measured yet_"
+
+
 def conditions(lines: Sequence[Line]) -> str:
-    """The machines, versions, commits and days of some lines."""
+    """The time, machines, versions, commits and days of some lines."""
 
     def all_of(name: str) -> str:
         return ", ".join(sorted({str(line[name]) for line in lines}))
 
     days = sorted({str(line["date"])[:10] for line in lines})
     return (
-        f"{len(lines)} trainings; {all_of('gpu')}, torch {all_of('torch')}, "
-        f"commit {all_of('commit')}, {' to '.join(dict.fromkeys((days[0], days[-1])))}. "
+        f"{len(lines)} trainings in {busy_minutes(lines):.1f} minutes; {all_of('gpu')}, "
+        f"torch {all_of('torch')}, commit {all_of('commit')}, "
+        f"{' to '.join(dict.fromkeys((days[0], days[-1])))}. "
         "Errors in percent, mean ± standard deviation over seeds; differences ± standard error."
     )
+
+
+def busy_minutes(lines: Iterable[Line]) -> float:
+    """Minutes in which at least one of some trainings was going on."""
+    busy, until = 0.0, float("-inf")
+    ends = [(datetime.datetime.fromisoformat(line["date"]).timestamp(), line) for line in lines]
+    for start, end in sorted((end - line["seconds"], end) for end, line in ends):
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return busy / 60

@@ -6,7 +6,7 @@ Errors are in percent. Open points of the paper and what is taken here: docs/rep
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
@@ -23,7 +23,7 @@ class Cell:
     """One number of a table: what to train, and what the paper reports.
 
     Attributes:
-        table: A key of `TABLES`.
+        table: A key of `modenorm.lab.experiments.TABLES`.
         group: The network, data or batch size that cells to be compared have in common.
         label: The norm, such as "MN K=2".
         settings: Arguments of `TrainConfig` without the seed.
@@ -69,6 +69,10 @@ NORMS: dict[str, dict[str, Any]] = {
     "MN K=4": {"norm": "mn", "modes": 4},
     "MN K=6": {"norm": "mn", "modes": 6},
     "MGN K=2": {"norm": "mgn", "modes": 2},
+    "MGN K=2, pixel variance": {"norm": "mgn", "modes": 2, "variance": "pixel"},
+    "MN K=2, standardised gate": {"norm": "mn", "modes": 2, "gate": "standardized"},
+    "MN K=4, standardised gate": {"norm": "mn", "modes": 4, "gate": "standardized"},
+    "MN K=6, standardised gate": {"norm": "mn", "modes": 6, "gate": "standardized"},
     "first norm MN K=2": {"norm": "mn", "modes": 2, "where": "first"},
 }
 
@@ -118,31 +122,28 @@ TRAIN_IMAGES = {
 }
 
 
-def _cells(
+def cells_of(
     table: str, group: str, settings: Mapping[str, Any], published: Mapping[str, Published]
 ) -> list[Cell]:
+    """One cell for each norm, with what was published of it."""
     return [
         Cell(table, group, label, {**settings, **NORMS[label]}, *(number or (None, None)))
         for label, number in published.items()
     ]
 
 
-TABLE1 = _cells(
-    "table1",
-    "LeNet, N=128",
-    {**LENET, "batch": 128},
-    {
-        "BN": (26.91, 1.08),
-        "IN": (28.87, 2.28),
-        "LN": (27.31, 0.71),
-        "MN K=2": (23.16, 1.23),
-        "MN K=4": (24.25, 0.71),
-        "MN K=6": (25.12, 1.48),
-    },
-)
+PUBLISHED1: dict[str, Published] = {
+    "BN": (26.91, 1.08),
+    "IN": (28.87, 2.28),
+    "LN": (27.31, 0.71),
+    "MN K=2": (23.16, 1.23),
+    "MN K=4": (24.25, 0.71),
+    "MN K=6": (25.12, 1.48),
+}
+TABLE1 = cells_of("table1", "LeNet, N=128", {**LENET, "batch": 128}, PUBLISHED1)
 
 TABLE2 = [
-    *_cells(
+    *cells_of(
         "table2",
         "LeNet, N=4",
         {**LENET_SMALL_BATCHES, "batch": 4},
@@ -153,7 +154,7 @@ TABLE2 = [
             "MGN K=2": (31.30, 1.65),
         },
     ),
-    *_cells(
+    *cells_of(
         "table2",
         "LeNet, N=8",
         {**LENET_SMALL_BATCHES, "batch": 8},
@@ -164,7 +165,7 @@ TABLE2 = [
             "MGN K=2": (26.83, 1.34),
         },
     ),
-    *_cells(
+    *cells_of(
         "table2",
         "LeNet, N=16",
         {**LENET_SMALL_BATCHES, "batch": 16},
@@ -187,7 +188,7 @@ TABLE3 = [
         ("ResNet20 on CIFAR-10", {**RESNET20, **CIFAR10}, 8.44, 7.99),
         ("ResNet20 on CIFAR-100", {**RESNET20, **CIFAR100}, 31.56, 30.53),
     )
-    for cell in _cells("table3", group, settings, {"BN": (bn, None), "MN K=2": (mn, None)})
+    for cell in cells_of("table3", group, settings, {"BN": (bn, None), "MN K=2": (mn, None)})
 ]
 
 TABLE4 = [
@@ -207,7 +208,7 @@ TABLE4 = [
         30.07,
         top5=10.65,
     ),
-    *_cells(
+    *cells_of(
         "table4",
         "ResNet18 on Tiny-ImageNet-200 (a stand-in)",
         {**RESNET18, **TINY},
@@ -216,7 +217,7 @@ TABLE4 = [
 ]
 
 TABLE5 = [
-    *_cells(
+    *cells_of(
         "table5",
         "LeNet, N=256",
         {**LENET, "batch": 256},
@@ -229,7 +230,7 @@ TABLE5 = [
             "MN K=6": (24.88, 1.24),
         },
     ),
-    *_cells(
+    *cells_of(
         "table5",
         "LeNet, N=512",
         {**LENET, "batch": 512},
@@ -247,13 +248,13 @@ TABLE5 = [
 # From the authors' repository, each from a single seed; BN for comparison (that of ResNet20 is
 # the same training as in Table 3).
 EXTRA = [
-    *_cells(
+    *cells_of(
         "extra",
         "ResNet56 on CIFAR-100",
         {**RESNET56, **CIFAR100},
         {"BN": None, "MN K=2": (28.75, None)},
     ),
-    *_cells(
+    *cells_of(
         "extra",
         "ResNet20 on CIFAR-10",
         {**RESNET20, **CIFAR10},
@@ -261,7 +262,7 @@ EXTRA = [
     ),
 ]
 
-TABLES: dict[str, list[Cell]] = {
+PAPER_TABLES: dict[str, list[Cell]] = {
     "table1": TABLE1,
     "table2": TABLE2,
     "table3": TABLE3,
@@ -274,11 +275,6 @@ CITED = (
     Cited("table3", "NIN on CIFAR-10", "Lin et al.", 8.81),
     Cited("table3", "ResNet20 on CIFAR-10", "He et al.", 8.75),
 )
-
-
-def configs(table: str, seeds: Iterable[int]) -> list[TrainConfig]:
-    """The trainings of a table: every cell with the first seed, then with the second, and so on."""
-    return [cell.config(seed) for seed in seeds for cell in TABLES[table]]
 
 
 def located(config: TrainConfig, data: Path) -> TrainConfig:

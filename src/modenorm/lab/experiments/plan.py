@@ -7,14 +7,13 @@ from pathlib import Path
 from modenorm.lab.experiments.collect import borrow, read_lines, results_file
 from modenorm.lab.experiments.paper import (
     FOLDER,
-    TABLES,
     TRAIN_IMAGES,
     Cell,
-    configs,
     dataset_name,
     located,
     settings_key,
 )
+from modenorm.lab.experiments.tables import TABLES, configs
 from modenorm.lab.training import Run, TrainConfig
 from modenorm.lab.training.runs import State
 from modenorm.lab.training.schedule import Schedule
