@@ -30,6 +30,29 @@ FIRST_SWITCH = 2.0  # log odds: switches start open
 CLOSED = 1e-6  # the smallest factor on a gate; 0 would have no logarithm
 
 
+def draw_switches(log_odds: Tensor, noise: Tensor | None) -> Tensor:
+    """Hard-concrete switches, drawn with uniform noise, or without it the most likely ones.
+
+    Example:
+        >>> draw_switches(torch.tensor([-9.0, 9.0]), None)
+        tensor([1.0000e-06, 1.0000e+00])
+    """
+    soft = torch.sigmoid(log_odds)
+    if noise is not None:
+        soft = torch.sigmoid((log_odds + noise.clamp(1e-6, 1 - 1e-6).logit()) / TEMPERATURE)
+    return (soft * (HIGH - LOW) + LOW).clamp(0, 1) * (1 - CLOSED) + CLOSED
+
+
+def expected_open(log_odds: Tensor) -> Tensor:
+    """The probability that a drawn switch is not closed.
+
+    Example:
+        >>> bool(expected_open(torch.tensor(2.0)) > 0.9)
+        True
+    """
+    return torch.sigmoid(log_odds - TEMPERATURE * math.log(-LOW / HIGH))
+
+
 class ModeSparsity(nn.Module):
     r"""A loss that makes the mode norms of a model give up modes that they don't need.
 
@@ -102,18 +125,20 @@ class ModeSparsity(nn.Module):
 
     def forward(self) -> Tensor:
         """The loss of the model's last forward in training."""
-        if self.method == "switch":
-            assert self.log_odds is not None
-            shift = TEMPERATURE * math.log(-LOW / HIGH)
-            return self.strength * torch.sigmoid(self.log_odds - shift).sum()
+        if self.log_odds is not None:
+            return self.strength * expected_open(self.log_odds).sum()
         if not self._gates:
             raise ValueError(
                 "ModeSparsity heard no gates since it was last called; call it after each forward "
                 "of the model in training mode, with gradients enabled"
             )
         usage = torch.cat([gates.mean(0) for gates in self._gates.values()])
-        self._gates.clear()
+        self.forget()
         return self.strength * torch.special.entr(usage).sum()
+
+    def forget(self) -> None:
+        """Let go of the last forward's gates, after a step that does without the penalty."""
+        self._gates.clear()
 
     @torch.no_grad()
     def remove(self) -> None:
@@ -124,7 +149,7 @@ class ModeSparsity(nn.Module):
                 assert linear is not None
                 linear.bias.add_(factor.log().to(linear.bias))
         self._attached.close()
-        self._gates.clear()
+        self.forget()
 
     def _listener(self, place: int) -> GateListener:
         def listen(gates: Tensor) -> None:
@@ -154,13 +179,8 @@ class ModeSparsity(nn.Module):
     def _factors(self, drawn: bool) -> list[Tensor]:
         """What every mode's gate is multiplied with, by layer: drawn, or the most likely."""
         assert self.log_odds is not None
-        if drawn:
-            noise = torch.rand_like(self.log_odds).clamp(1e-6, 1 - 1e-6)
-            soft = torch.sigmoid((self.log_odds + noise.logit()) / TEMPERATURE)
-        else:
-            soft = torch.sigmoid(self.log_odds)
-        switches = (soft * (HIGH - LOW) + LOW).clamp(0, 1)
-        return list(torch.split(switches * (1 - CLOSED) + CLOSED, self._sizes))
+        noise = torch.rand_like(self.log_odds) if drawn else None
+        return list(torch.split(draw_switches(self.log_odds, noise), self._sizes))
 
     def extra_repr(self) -> str:
         """The arguments."""

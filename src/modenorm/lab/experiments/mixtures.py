@@ -1,9 +1,9 @@
 """Made-up mixtures with a known number of modes: how often is that number found?
 
-A sample belongs to one of M hidden modes, x = μ_m + σ_m z in C channels, and its class is decided by
-z alone: a network of one mode norm and one linear layer has to undo each mode's mean and standard
-deviation to see it. Many networks are trained at once (`torch.func.vmap`) by the library's own
-layers and penalty, and then each is pruned by `prune_modes`.
+A sample belongs to one of M hidden modes, x = μ_m + σ_m z in C channels, and its class is decided
+by z alone: a network of one mode norm and one linear layer has to undo each mode's mean and
+standard deviation to see it. Many networks are trained at once, by `losses`, which computes what
+the library's layers do; then each becomes such a network and is pruned by `prune_modes`.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, stack_module_state, vmap
+from torch.func import stack_module_state
 from torch.nn import functional
 
 from modenorm import ModeNorm1d, ModeSparsity, prune_modes, recalibrate
@@ -22,10 +22,11 @@ from modenorm.lab.bench.page import _markdown
 from modenorm.lab.data.loader import derive_seed
 from modenorm.lab.provenance import provenance
 from modenorm.pruning import DEFAULT_TOLERANCE
-from modenorm.sparsity import DEFAULT_STRENGTH
+from modenorm.sparsity import DEFAULT_STRENGTH, draw_switches, expected_open
 
 CHANNELS = CLASSES = 8
 MAX_MODES = 8
+EPS = 1e-5
 BATCH, STEPS, LR, MOMENTUM = 128, 1500, 0.1, 0.9
 START = 0.5  # the part of the training before the penalty sets in
 LR_DROP = 0.7  # the part of the training before the learning rate falls to a tenth
@@ -70,9 +71,9 @@ class Method:
     strength: float
 
     @property
-    def label(self) -> str:
-        """In words."""
-        return f"{self.name}, strength {self.strength:g}" if self.strength else "pruning alone"
+    def kind(self) -> str:
+        """The name, "none" for pruning alone."""
+        return self.name if self.strength else "none"
 
 
 METHODS = (
@@ -80,8 +81,8 @@ METHODS = (
     *(Method(name, strength) for name, strength in DEFAULT_STRENGTH.items()),
 )
 CANDIDATES = (
-    *(Method("entropy", strength) for strength in (0.0, 0.05, 0.1, 0.2, 0.4)),
-    *(Method("switch", strength) for strength in (0.005, 0.02, 0.05, 0.1, 0.2)),
+    *(Method("entropy", strength) for strength in (0.0, 0.1, 0.2, 0.4)),
+    *(Method("switch", strength) for strength in (0.02, 0.1, 0.3)),
 )
 TOLERANCES = (0.02, 0.05, 0.1, 0.15)
 
@@ -130,9 +131,9 @@ class Sources:
 class Learner(nn.Module):
     """A network and its penalty; says the loss of a batch."""
 
-    def __init__(self, method: Method, track_running_stats: bool = False) -> None:
+    def __init__(self, method: Method) -> None:
         super().__init__()
-        norm = ModeNorm1d(CHANNELS, MAX_MODES, track_running_stats=track_running_stats)
+        norm = ModeNorm1d(CHANNELS, MAX_MODES, eps=EPS)
         self.network = nn.Sequential(norm, nn.Linear(CHANNELS, CLASSES))
         self.sparsity = ModeSparsity(self.network, method.strength, method.name)
 
@@ -141,33 +142,56 @@ class Learner(nn.Module):
         return functional.cross_entropy(self.network(x), classes) + self.sparsity()
 
 
+def losses(
+    parameters: dict[str, Tensor], x: Tensor, classes: Tensor, strength: float, noise: Tensor | None
+) -> Tensor:
+    """What `Learner` says, of B learners at once, (B,): the same sums as batched products.
+
+    Args:
+        parameters: Those of a `Learner`, stacked.
+        x: (B, N, C).
+        classes: (B, N).
+        strength: Of the penalty.
+        noise: (B, K), uniform, for the switches; None for the penalty on entropy.
+    """
+    logits = x @ parameters["network.0.gate.weight"].mT + parameters["network.0.gate.bias"][:, None]
+    if noise is not None:
+        log_odds = parameters["sparsity.log_odds"]
+        logits = logits + draw_switches(log_odds, noise).log()[:, None]
+    gates = torch.softmax(logits, -1)  # (B, N, K)
+    weights = (gates / gates.sum(1, keepdim=True)).mT
+    mean = weights @ x  # (B, K, C)
+    inverse = (weights @ x**2 - mean**2 + EPS).rsqrt()  # x has unit variance: nothing is lost here
+    y = (gates @ inverse) * x - gates @ (inverse * mean)
+    y = y * parameters["network.0.weight"][:, None] + parameters["network.0.bias"][:, None]
+    scores = y @ parameters["network.1.weight"].mT + parameters["network.1.bias"][:, None]
+    loss = functional.cross_entropy(scores.mT, classes, reduction="none").mean(1)
+    if noise is not None:
+        return loss + strength * expected_open(log_odds).sum(1)
+    return loss + strength * torch.special.entr(gates.mean(1)).sum(1)
+
+
 def train(sources: Sources, method: Method, seed: int, steps: int = STEPS) -> list[nn.Sequential]:
-    """Train a network on each of the mixtures, and estimate its running statistics."""
+    """Train a network on each of the mixtures, by SGD."""
     count = len(sources.means)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, method.name))
-        learners = [Learner(method) for _ in range(count)]
-        parameters, buffers = stack_module_state(learners)  # type: ignore[arg-type]
-        parameters = {name: p.detach() for name, p in parameters.items()}
-        speeds = {name: torch.zeros_like(p) for name, p in parameters.items()}
-
-        def loss(parameters: Any, buffers: Any, x: Tensor, classes: Tensor) -> Tensor:
-            return functional_call(learners[0], (parameters, buffers), (x, classes))
-
-        gradients = vmap(grad(loss), randomness="different")
-        strength = buffers["sparsity.strength"].clone()
+        parameters, _ = stack_module_state([Learner(method) for _ in range(count)])
+        optimizer = torch.optim.SGD(parameters.values(), lr=LR, momentum=MOMENTUM)
         for step in range(steps):
-            buffers["sparsity.strength"] = strength * (step >= START * steps)
-            lr = LR * (1.0 if step < LR_DROP * steps else 0.1)
-            for name, g in gradients(parameters, buffers, *sources.batch(BATCH)).items():
-                speeds[name].mul_(MOMENTUM).add_(g)
-                parameters[name].sub_(lr * speeds[name])
-    return [_single(parameters, i, method, sources) for i in range(count)]
+            if step == round(LR_DROP * steps):
+                optimizer.param_groups[0]["lr"] *= 0.1
+            noise = torch.rand(count, MAX_MODES) if method.name == "switch" else None
+            strength = method.strength if step >= START * steps else 0.0
+            optimizer.zero_grad()
+            losses(parameters, *sources.batch(BATCH), strength, noise).sum().backward()
+            optimizer.step()
+    return [_single(parameters, i, method) for i in range(count)]
 
 
-def _single(parameters: dict[str, Tensor], i: int, method: Method, sources: Sources) -> Any:
+def _single(parameters: dict[str, Tensor], i: int, method: Method) -> nn.Sequential:
     """The i-th network by itself, with the switches written into its gate."""
-    learner = Learner(method, track_running_stats=True)
+    learner = Learner(method)
     with torch.no_grad():
         for name, parameter in learner.named_parameters():
             parameter.copy_(parameters[name][i])
@@ -190,13 +214,13 @@ def measure(
         recalibrate(networks[i], (x[i] for x, _ in data))
         error = _error(networks[i], x_test[i], y_test[i])
         for tolerance in sorted(tolerances):  # a larger one goes on where a smaller one stopped
-            result = prune_modes(networks[i], [x[i] for x, _ in data[:2]], tolerance)
+            result = prune_modes(networks[i], [data[0][0][i]], tolerance)
             (modes,) = result.num_modes.values()
             yield {
                 "mixture": mixture.label,
                 "modes": mixture.modes,
                 "seed": seed,
-                "method": method.name if method.strength else "none",
+                "method": method.kind,
                 "strength": method.strength,
                 "tolerance": tolerance,
                 "found": modes,

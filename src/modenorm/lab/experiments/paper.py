@@ -291,6 +291,6 @@ def dataset_name(config: TrainConfig) -> str:
 
 def settings_key(config: TrainConfig) -> str:
     """A hash of all settings but the seed and the place of an image folder."""
-    settings = dataclasses.asdict(config) | {"dataset": dataset_name(config)}
+    settings = json.loads(config.to_json()) | {"dataset": dataset_name(config)}
     del settings["seed"]
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from modenorm import ModeSparsity
 from modenorm.lab.data.loader import Loader
 
 WARM_UP_STEPS = 3
@@ -57,6 +58,7 @@ class Step:
         momentum: Of SGD.
         weight_decay: Of SGD.
         dtype: Autocast to it unless it is float32.
+        sparsity: The penalty of regularised steps; None for a training without.
     """
 
     def __init__(
@@ -67,9 +69,11 @@ class Step:
         momentum: float,
         weight_decay: float,
         dtype: torch.dtype,
+        sparsity: ModeSparsity | None = None,
     ) -> None:
         device = loader.data.device
         self.model, self.loader, self.dtype = model, loader, dtype
+        self.sparsity = sparsity
         self.lr = torch.zeros((), device=device)
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self._momentum, self._weight_decay = momentum, weight_decay
@@ -77,7 +81,7 @@ class Step:
         named = model.named_parameters() if momentum else ()
         self.momentum_buffers = {name: torch.zeros_like(parameter) for name, parameter in named}
 
-    def __call__(self) -> None:
+    def __call__(self, regularised: bool = False) -> None:
         """Take one step; nothing here waits for a CUDA device."""
         images, labels = self.loader.next_batch()
         with torch.autocast(images.device.type, self.dtype, enabled=self.dtype != torch.float32):
@@ -85,9 +89,15 @@ class Step:
         loss = functional.cross_entropy(logits.float(), labels)
         for parameter in self._parameters:
             parameter.grad = None
-        loss.backward()
+        (loss + self._penalty() if regularised else loss).backward()
         self._update()
         self.loss_sum.add_(loss.detach())
+        if self.sparsity is not None:
+            self.sparsity.forget()
+
+    def _penalty(self) -> Tensor:
+        assert self.sparsity is not None
+        return self.sparsity()
 
     @torch.no_grad()
     def _update(self) -> None:
@@ -118,7 +128,9 @@ class Step:
         return [tensor.detach() for tensor in model + own]
 
 
-def capture(step: Step, generators: Sequence[torch.Generator], lane: Lane) -> Callable[[], None]:
+def capture(
+    step: Step, generators: Sequence[torch.Generator], lane: Lane, regularised: bool = False
+) -> Callable[[], None]:
     """Capture a step as one CUDA graph and return its replay; the training's state stays as it is.
 
     The warm-up steps that a capture needs (libraries initialise, kernels compile) do change the
@@ -129,7 +141,7 @@ def capture(step: Step, generators: Sequence[torch.Generator], lane: Lane) -> Ca
     with lane.enter():
         saved = [tensor.clone() for tensor in tensors]
         for _ in range(WARM_UP_STEPS):
-            step()
+            step(regularised)
         for tensor, before in zip(tensors, saved, strict=True):
             tensor.copy_(before)
     lane.synchronize()
@@ -140,5 +152,5 @@ def capture(step: Step, generators: Sequence[torch.Generator], lane: Lane) -> Ca
         graph.register_generator_state(generator)
     # thread_local: other trainings' queued work and pinned copies must not end the capture
     with torch.cuda.graph(graph, stream=lane.stream, capture_error_mode="thread_local"):
-        step()
+        step(regularised)
     return graph.replay

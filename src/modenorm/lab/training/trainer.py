@@ -5,9 +5,12 @@ the device, so that one thread can keep many of them going (see runner.py).
 """
 
 import contextlib
+import copy
+import dataclasses
+import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from modenorm import ModeSparsity, prune_modes
 from modenorm.lab.data.loader import DeviceImages, Loader, SampleStream, derive_seed
 from modenorm.lab.models import generator_states, generators, load_generator_states
 from modenorm.lab.provenance import provenance
@@ -38,6 +42,13 @@ CHUNK = {"cuda": 256, "cpu": 16}
 """Steps prepared at once; the loss is looked at after each chunk."""
 TURN = {"cuda": 16, "cpu": 1}
 """Steps queued before others have their turn."""
+PENALTY_EVERY = 16
+"""The penalty on modes is in every 16th step, 16 times as strong: it then costs next to nothing."""
+PENALTY_FROM = 0.5
+"""Part of the training before the penalty sets in, for modes to form."""
+
+
+PRUNING_SAMPLES = 2048
 
 
 class Diverged(RuntimeError):
@@ -128,12 +139,16 @@ class Training:
         if config.channels_last:
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         stream = SampleStream(len(data.train), config.batch, config.seed, augment=config.augment)
+        sparsity = None
+        if config.sparsity:
+            sparsity = ModeSparsity(self.model, PENALTY_EVERY * config.sparsity)
         self._step = Step(
             self.model,
             Loader(data.train, stream, self._chunk),
             momentum=config.momentum,
             weight_decay=config.weight_decay,
             dtype=self._dtype,
+            sparsity=sparsity,
         )
         self._tensorboard = tensorboard
         self._events: Events | None = None
@@ -169,7 +184,8 @@ class Training:
                 if self.position.step == self.schedule.total:
                     break
                 yield from self._train(advance)
-            self.run.finish(self._result())
+            pruned = (yield from self._prune()) if self.run.config.sparsity else {}
+            self.run.finish(self._result() | pruned)
 
     def save(self) -> None:
         """Write a checkpoint of this moment, unless there is one.
@@ -217,21 +233,28 @@ class Training:
             self._saved = (self.position.step, len(self.position.metrics))
         self.run.set_metrics(self.position.metrics)
 
-    def _prepare(self) -> Callable[[], None]:
+    def _prepare(self) -> Callable[[bool], None]:
+        """The step, plain or with the penalty on modes."""
         self.lane.join()
         if self.lane.stream is None or self.position.step == self.schedule.total:
             return self._step
         self._load_chunk()
-        return capture(self._step, generators(self.model), self.lane)
+        kinds = (False, True) if self.run.config.sparsity else (False,)
+        graphs = [capture(self._step, generators(self.model), self.lane, kind) for kind in kinds]
+        return lambda regularised: graphs[regularised]()
 
-    def _train(self, advance: Callable[[], None]) -> Turns:
+    def _regularised(self, step: int) -> bool:
+        late = step >= PENALTY_FROM * self.schedule.total
+        return bool(self.run.config.sparsity) and late and step % PENALTY_EVERY == 0
+
+    def _train(self, advance: Callable[[bool], None]) -> Turns:
         """Train until the chunk ends or something else is due, and look at the loss."""
         stop = self._load_chunk()
         while self.position.step < stop:
             count = min(self._turn, stop - self.position.step)
             with self.lane.enter():
-                for _ in range(count):
-                    advance()
+                for step in range(self.position.step, self.position.step + count):
+                    advance(self._regularised(step))
             self.position.step += count
             yield True
         loss_sum = float((yield from self.lane.fetch(self._step.loss_sum)))
@@ -286,6 +309,30 @@ class Training:
         if self._events:
             self._events.write(record)
         self._tell()
+
+    def _prune(self) -> Generator[bool, None, dict[str, Any]]:
+        """Take away modes that are not needed, keep the smaller model, and say how it does."""
+        assert self._step.sparsity is not None
+        self._step.sparsity.remove()
+        self.lane.synchronize()
+        config, loader = self.run.config, self._step.loader
+        count = min(-(-PRUNING_SAMPLES // config.batch), self._chunk)
+        model = copy.deepcopy(self.model)
+        with self.lane.enter():
+            loader.load(0, count)
+            report = prune_modes(model, [loader.next_batch()[0] for _ in range(count)])
+            names = self.data.about.domain_names
+            counts = count_errors(model, self.data.test, len(names), self._dtype)
+        found = errors((yield from self.lane.fetch(counts)), names)
+        tensors = {f"model.{name}": t.detach().cpu() for name, t in model.state_dict().items()}
+        smaller = dataclasses.replace(config, modes=report.num_modes, sparsity=0.0)
+        Checkpoint(smaller, self.data.about, self.position, tensors).save(self.run.pruned)
+        return {
+            "num_modes": report.num_modes,
+            "pruned_error": found.top1,
+            "pruned_domain_errors": found.by_domain,
+            "pruning": json.loads(report.to_json()),
+        }
 
     def _result(self) -> dict[str, Any]:
         metrics = self.position.metrics
