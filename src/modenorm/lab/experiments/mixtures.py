@@ -254,51 +254,57 @@ def right(lines: Iterable[Line]) -> str:
 
 def summary(lines: Sequence[Line]) -> tuple[list[str], list[list[str]]]:
     """A header and rows: how often each method found the right number, for every mixture."""
-    methods = list(dict.fromkeys(map(_method, lines)))
-    header = ["mixture", *(f"{_named(method)}: right" for method in methods)]
-    header += [f"{_named(method)}: mean found" for method in methods]
+    methods = by_method(lines)
+    header = ["mixture", *(f"{name}: right" for name in methods)]
+    header += [f"{name}: mean found" for name in methods]
     rows = []
-    for label in [*dict.fromkeys(line["mixture"] for line in lines), "all"]:
-        chosen = [
-            [
-                each
-                for each in lines
-                if _method(each) == method and label in (each["mixture"], "all")
-            ]
-            for method in methods
-        ]
+    for label in dict.fromkeys(line["mixture"] for line in lines):
+        chosen = [[line for line in part if line["mixture"] == label] for part in methods.values()]
         means = [f"{statistics.fmean(line['found'] for line in part):.2f}" for part in chosen]
-        rows.append([label, *map(right, chosen), *(means if label != "all" else [""] * len(means))])
+        rows.append([label, *map(right, chosen), *means])
+    rows.append(["all", *map(right, methods.values()), *[""] * len(methods)])
     return header, rows
 
 
 def errors(lines: Sequence[Line]) -> tuple[list[str], list[list[str]]]:
-    """A header and rows: mean test error of each method before and after pruning."""
+    """A header and rows: hits and mean test errors of each method, before and after pruning."""
+    header = ["training", "tolerance", "right", "error %", "after pruning", "largest change"]
     rows = []
-    for method in dict.fromkeys(map(_method, lines)):
-        part = [line for line in lines if _method(line) == method]
+    for name, part in by_method(lines).items():
         names = ("error", "pruned_error")
         means = [f"{statistics.fmean(line[name] for line in part):.2f}" for name in names]
-        rows.append([_named(method), *means, f"{max(line['change'] for line in part):.3f}"])
-    return ["method", "error %", "error % after pruning", "largest change of outputs"], rows
+        largest = max(line["change"] for line in part)
+        rows.append([name, f"{part[0]['tolerance']:g}", right(part), *means, f"{largest:.3f}"])
+    return header, rows
 
 
-def _method(line: Line) -> tuple[str, float, float]:
-    return line["method"], line["strength"], line["tolerance"]
+def by_method(lines: Iterable[Line]) -> dict[str, list[Line]]:
+    """Lines by method and strength, in words; with the tolerance where there are several."""
+    lines = list(lines)
+    several = len({line["tolerance"] for line in lines}) > 1
+    found: dict[str, list[Line]] = {}
+    for line in lines:
+        name = (
+            "pruning alone"
+            if line["method"] == "none"
+            else f"{line['method']} {line['strength']:g}"
+        )
+        name += f", tolerance {line['tolerance']:g}" if several else ""
+        found.setdefault(name, []).append(line)
+    return found
 
 
-def _named(method: tuple[str, float, float]) -> str:
-    name, strength, tolerance = method
-    training = "pruning alone" if name == "none" else f"{name} {strength:g}"
-    return f"{training}, tolerance {tolerance:g}"
+def mixtures_tables(lines: Sequence[Line]) -> str:
+    """What was found of every mixture, in Markdown, and where the numbers come from."""
+    return "\n\n".join([_markdown(*summary(lines)), tuning_table(lines)])
 
 
-def text(lines: Sequence[Line]) -> str:
-    """Both tables in Markdown, and where the numbers come from."""
+def tuning_table(lines: Sequence[Line]) -> str:
+    """Hits and errors of every strength and tolerance, in Markdown, and where they come from."""
     about, seeds = lines[0], sorted({line["seed"] for line in lines})
     conditions = (
         f"Seeds {seeds[0]} to {seeds[-1]}, at most {MAX_MODES} modes, {about['steps']} steps of "
         f"{BATCH} samples; {about['device']}, torch {about['torch']}, commit {about['commit']}, "
         f"{about['date'][:10]}."
     )
-    return "\n\n".join([_markdown(*summary(lines)), _markdown(*errors(lines)), conditions])
+    return "\n\n".join([_markdown(*errors(lines)), conditions])
