@@ -22,7 +22,7 @@ from modenorm.resizing import last_linear
 __all__ = ["DEFAULT_STRENGTH", "METHODS", "ModeSparsity"]
 
 METHODS = ("entropy", "switch")
-DEFAULT_STRENGTH = {"entropy": 0.2, "switch": 0.02}
+DEFAULT_STRENGTH = {"entropy": 0.2, "switch": 0.1}
 
 # The hard-concrete distribution of Louizos, Welling & Kingma (2018), with their constants.
 TEMPERATURE, LOW, HIGH = 2 / 3, -0.1, 1.1
