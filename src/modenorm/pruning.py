@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from modenorm import mixing
 from modenorm.convert import to_batchnorm
+from modenorm.findings import DEAD_SHARE
 from modenorm.kernels import plain
 from modenorm.layers import ModeGroupNorm, ModeNorm
 from modenorm.modes import (
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["DEFAULT_TOLERANCE", "LayerPruning", "Pruning", "prune_modes"]
 
 DEFAULT_TOLERANCE = 0.05
+NO_BETTER = 1e-6  # differences between changes that don't count
 MOST_SAMPLES = 2048  # of one layer's samples, for choosing what to merge
 
 
@@ -279,7 +281,7 @@ class _View:
             return stops
         self._prepare()
         while len(stops[-1].groups) > 1:
-            stops.append(min(self._tries(stops[-1]), key=lambda stop: stop.change))
+            stops.append(min(self._tries(stops[-1]), key=self._cost))
         return stops
 
     def _prepare(self) -> None:
@@ -325,6 +327,14 @@ class _View:
             offsets = (*(stop.offsets[i] for i in rest), self._offset(group))
             order = sorted(range(len(groups)), key=groups.__getitem__)
             yield self._stop(tuple(groups[i] for i in order), tuple(offsets[i] for i in order))
+
+    def _cost(self, stop: _Stop) -> float:
+        """The change; of equal ones, dead modes are rather dropped and living ones merged."""
+        dead = {k for k, share in enumerate(self.shares.tolist()) if share < DEAD_SHARE}
+        merged = {k for group in stop.groups if len(group) > 1 for k in group}
+        kept = set(itertools.chain(*stop.groups))
+        dropped = set(range(len(self.shares))) - kept
+        return stop.change + NO_BETTER * (len(merged & dead) + len(dropped - dead))
 
     def _offset(self, group: tuple[int, ...]) -> float:
         """What the mean logit of a group is below the logarithm of its gates' sum, on average."""
@@ -411,7 +421,8 @@ def _apply(
     layer: ModeNorm | ModeGroupNorm, view: _View, stop: _Stop, optimizer: Optimizer | None = None
 ) -> None:
     if len(stop.groups) < layer.num_modes:
-        combine_modes(layer, stop.groups, view.shares, torch.tensor(stop.offsets), optimizer)
+        offsets = torch.tensor(stop.offsets, dtype=torch.float64)
+        combine_modes(layer, stop.groups, view.shares, offsets, optimizer)
 
 
 @contextlib.contextmanager
