@@ -15,7 +15,14 @@ from modenorm.lab.training import Run, TrainConfig, Training, load_model, train
 from modenorm.lab.training.trainer import PENALTY_EVERY
 from modenorm.modes import mode_layers
 
-AUTO = {"modes": 3, "sparsity": 0.2, "total": 36, "milestones": (), "augment": False, "model": "lenet"}
+AUTO = {
+    "modes": 3,
+    "sparsity": 0.2,
+    "total": 36,
+    "milestones": (),
+    "augment": False,
+    "model": "lenet",
+}
 
 
 def test_a_training_ends_with_a_smaller_model(tmp_path: Path) -> None:
