@@ -11,6 +11,9 @@ from modenorm.kernels import use_backend
 from modenorm.layers import ModeGroupNorm, ModeNorm1d, ModeNorm2d, ModeNorm3d
 from modenorm.modes import mode_report, record_gates
 from modenorm.parameters import norm_parameters
+from modenorm.pruning import prune_modes
+from modenorm.resizing import match_modes
+from modenorm.sparsity import ModeSparsity
 from modenorm.statistics import freeze_statistics, recalibrate
 
 __version__ = "0.1.0"
@@ -21,13 +24,16 @@ __all__ = [
     "ModeNorm1d",
     "ModeNorm2d",
     "ModeNorm3d",
+    "ModeSparsity",
     "StandardizedGate",
     "convert_sync_modenorm",
     "freeze_statistics",
     "functional",
     "gates",
+    "match_modes",
     "mode_report",
     "norm_parameters",
+    "prune_modes",
     "recalibrate",
     "record_gates",
     "reference",

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -86,12 +87,12 @@ class LayerReport:
     @property
     def duplicates(self) -> tuple[tuple[int, int], ...]:
         """Pairs of living modes with the same statistics, or with the same samples."""
-        alive = [k for k in range(self.num_modes) if k not in self.dead]
-        return tuple(
-            (j, k)
-            for j, k in itertools.combinations(alive, 2)
-            if min(self.statistics_distances[j][k], self.gate_distances[j][k]) < SAME_DISTANCE
-        )
+        return duplicate_modes(self.shares, self.statistics_distances, self.gate_distances)
+
+    @property
+    def distinct(self) -> int:
+        """The number of living modes, duplicates counted once."""
+        return distinct_modes(self.shares, self.duplicates)
 
     def findings(self) -> list[str]:
         """What is wrong with the layer, in plain words; nothing when all is well."""
@@ -118,6 +119,30 @@ class LayerReport:
         return words
 
 
+def duplicate_modes(
+    shares: Sequence[float], statistics_distances: Rows, gate_distances: Rows
+) -> tuple[tuple[int, int], ...]:
+    """Pairs of living modes with the same statistics, or with the same samples."""
+    alive = [k for k, share in enumerate(shares) if share >= DEAD_SHARE]
+    return tuple(
+        (j, k)
+        for j, k in itertools.combinations(alive, 2)
+        if min(statistics_distances[j][k], gate_distances[j][k]) < SAME_DISTANCE
+    )
+
+
+def distinct_modes(shares: Sequence[float], duplicates: Iterable[tuple[int, int]]) -> int:
+    """The number of living modes, duplicates counted once.
+
+    >>> distinct_modes([0.5, 0.2, 0.0, 0.3], [(0, 3)])
+    2
+    """
+    first = {k: k for k, share in enumerate(shares) if share >= DEAD_SHARE}
+    for j, k in duplicates:
+        first = {mode: first[j] if name == first[k] else name for mode, name in first.items()}
+    return len(set(first.values()))
+
+
 @dataclass(frozen=True)
 class ModeReport:
     """The layers of a model, in the order of definition, and what their modes are used for."""
@@ -133,6 +158,7 @@ class ModeReport:
         layers = []
         for layer in self.layers:
             found = {"dead": layer.dead, "duplicates": layer.duplicates, "constant": layer.constant}
+            found |= {"distinct": layer.distinct}
             layers.append({**dataclasses.asdict(layer), **found})
         return json.dumps({"layers": _finite(layers), "findings": self.findings()})
 

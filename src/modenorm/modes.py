@@ -157,7 +157,7 @@ def mode_report(
     meters = {name: _Meter(name, layer) for name, layer in layers.items()}
     listeners = [(layer, meters[name].listen) for name, layer in layers.items()]
     count = 0
-    with _evaluating(model), _watching_inputs(meters.values()), listening(listeners):
+    with evaluating(model), _watching_inputs(meters.values()), listening(listeners):
         for x, classes, sources in _labelled(batches, labels, domains):
             for meter in meters.values():
                 meter.labels = {"class": classes, "domain": sources}
@@ -171,7 +171,8 @@ def mode_report(
 
 
 @contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode everywhere, and then what was before."""
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -291,10 +292,6 @@ class _Meter:
         shares = self._gates / self.rows
         spread = (self._squares / self.rows - shares**2).clamp_min(0).sqrt()
         logs = self._logs / self.rows
-        covariance = self._products / self.rows - logs[:, None] * logs
-        variance = covariance.diagonal()
-        between = (variance[:, None] + variance - 2 * covariance).clamp_min(0)
-        between.fill_diagonal_(0)
         effective = torch.stack(self._effective)  # (batches, K)
         return LayerReport(
             name=self.name,
@@ -310,7 +307,7 @@ class _Meter:
             effective_size=_floats(effective.mean(0)),
             smallest_effective_size=_floats(effective.amin(0)),
             statistics_distances=_rows(self._statistics_distances()),
-            gate_distances=_rows(between.sqrt()),
+            gate_distances=_rows(gate_distances(logs, self._products / self.rows)),
             class_information=self._information("class"),
             domain_information=self._information("domain"),
             class_shares=self._shares_by("class"),
@@ -375,6 +372,15 @@ def effective_size(gates: Tensor) -> Tensor:
     """
     rows = gates.sum(-2) ** 2 / gates.square().sum(-2).clamp_min(1e-300)
     return rows if gates.ndim == 2 else rows.mean(0)
+
+
+def gate_distances(logs: Tensor, products: Tensor) -> Tensor:
+    """Standard deviation over samples of log g_j/g_k, from means of log g and its products."""
+    covariance = products - logs[:, None] * logs
+    variance = covariance.diagonal()
+    between = (variance[:, None] + variance - 2 * covariance).clamp_min(0)
+    between.fill_diagonal_(0)
+    return between.sqrt()
 
 
 def statistics_distances(mean: Tensor, var: Tensor, eps: float) -> Tensor:

@@ -160,7 +160,7 @@ def test_bad_input_in_one_sentence(command: Command) -> None:
     assert code == 2
     assert err == (
         "modenorm: unknown table 'table7': expected table1, table2, table3, table4, table5, "
-        "extra, level, options, all, pages\n"
+        "extra, level, options, automatic, all, pages\n"
     )
     code, _, err = command("table4", *WHERE)
     assert code == 2

@@ -7,6 +7,7 @@ import typer
 from modenorm.lab.cli.bench import app as bench_app
 from modenorm.lab.cli.data import app as data_app
 from modenorm.lab.cli.demo import demo_command
+from modenorm.lab.cli.mixtures import mixtures_command
 from modenorm.lab.cli.report import modes_command, report_command
 from modenorm.lab.cli.reproduce import reproduce_command
 from modenorm.lab.cli.train import list_runs, train_command
@@ -22,6 +23,7 @@ app.add_typer(data_app, name="data")
 app.command("train")(train_command)
 app.command("runs")(list_runs)
 app.command("reproduce")(reproduce_command)
+app.command("mixtures")(mixtures_command)
 app.command("report")(report_command)
 app.command("modes")(modes_command)
 app.add_typer(bench_app, name="bench")

@@ -17,6 +17,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from modenorm.lab.experiments.automatic import MODES_HEADER, is_automatic, modes_rows
 from modenorm.lab.experiments.collect import (
     Keeper,
     borrow,
@@ -33,7 +34,7 @@ from modenorm.lab.experiments.tables import TABLES
 from modenorm.lab.training import Run, Training, train_many
 from modenorm.lab.training.ranks import started_ranks
 
-PAGES = (Path("README.md"), Path("docs/reproduction.md"))
+PAGES = (Path("README.md"), Path("docs/reproduction.md"), Path("docs/automatic_modes.md"))
 TARGETS = (*TABLES, "all", "pages")
 PLAIN_SECONDS = 30.0
 _machine = partial(typer.Option, rich_help_panel="Where")
@@ -183,6 +184,11 @@ def _show_table(name: str, results: Path, console: Console) -> None:
     for row in rows(summaries):
         table.add_row(*row)
     console.print(table)
+    if any(map(is_automatic, TABLES[name])):
+        found = Table(*MODES_HEADER, title=f"{name}: numbers of modes")
+        for row in modes_rows(TABLES[name], lines):
+            found.add_row(*row)
+        console.print(found)
     for sentence in [*orders(summaries), *([conditions(lines)] if lines else [])]:
         console.print(sentence, highlight=False, soft_wrap=True)
 

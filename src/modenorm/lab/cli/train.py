@@ -23,12 +23,14 @@ from modenorm.lab.data import NAMES
 from modenorm.lab.models import MODELS
 from modenorm.lab.training import Outcome, TrainConfig, Training, find_runs, recipe, train_many
 from modenorm.lab.training.ranks import started_ranks
+from modenorm.sparsity import DEFAULT_STRENGTH
 
 _model = partial(typer.Option, rich_help_panel="What to train")
 _schedule = partial(
     typer.Option, rich_help_panel="How long and how fast (the paper's recipe unless given)"
 )
 _machine = partial(typer.Option, rich_help_panel="Where")
+MOST_SHOWN = 9
 _RUN = Column("run", overflow="fold", min_width=20)
 
 
@@ -42,7 +44,15 @@ def train_command(
     norm: str = _model(
         "bn", help="bn, in, ln, gn, mn (mode normalization) or mgn (mode group normalization)."
     ),
-    modes: int = _model(2, help="Modes K of mn and mgn."),
+    modes: str = _model(
+        "2",
+        help="Modes K of mn and mgn; a number for each layer, such as 'stage1.*=4,*=2' (the first "
+        "pattern that matches decides); or auto: as many as each layer needs (mn).",
+    ),
+    max_modes: int = _model(8, min=2, help="Modes to begin with, for --modes auto."),
+    sparsity: float = _model(
+        DEFAULT_STRENGTH["entropy"], help="Strength of the penalty on modes, for --modes auto."
+    ),
     groups: int = _model(2, help="Groups of gn."),
     where: str = _model("all", help="Replace all norms of the model, or only the first."),
     gate: str = _model(
@@ -128,7 +138,7 @@ def train_command(
     config = recipe(
         model,
         norm=norm,
-        modes=modes,
+        **_modes(modes, max_modes, sparsity),
         groups=groups,
         where=where,
         gate=gate,
@@ -192,7 +202,8 @@ class ProgressReport:
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
-            TextColumn("{task.fields[loss]}  {task.fields[error]}  {task.fields[speed]}"),
+            TextColumn("{task.fields[loss]}  {task.fields[error]}"),
+            TextColumn("{task.fields[modes]}  {task.fields[speed]}"),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
             console=console,
@@ -214,7 +225,7 @@ class ProgressReport:
         name, step = training.run.path.name, training.position.step
         if name not in self._tasks:
             self._tasks[name] = self._progress.add_task(
-                name, total=training.schedule.total, loss="", error="", speed=""
+                name, total=training.schedule.total, loss="", error="", modes="", speed=""
             )
             self._began[name] = (time.monotonic(), step)
             self._evaluations[name] = len(training.position.metrics)
@@ -223,19 +234,33 @@ class ProgressReport:
         if len(training.position.metrics) > self._evaluations[name]:
             self._evaluations[name] = len(training.position.metrics)
             if not self._console.is_terminal:
-                line = "  ".join([name, f"step {step}/{training.schedule.total}", *fields.values()])
+                parts = [name, f"step {step}/{training.schedule.total}", *fields.values()]
+                line = "  ".join(filter(None, parts))
                 self._console.print(line, highlight=False, soft_wrap=True)
 
     def _fields(self, training: Training) -> dict[str, Any]:
         began, first = self._began[training.run.path.name]
-        samples = (training.position.step - first) * training.run.config.batch
+        config = training.run.config
+        samples = (training.position.step - first) * config.batch
         elapsed = time.monotonic() - began
         metrics = training.position.metrics
         return {
             "loss": f"loss {training.train_loss:.3f}",
             "error": f"error {metrics[-1]['test_error']:.2f} %" if metrics else "error -",
+            "modes": _mode_numbers(metrics[-1]["modes"]) if config.sparsity and metrics else "",
             "speed": f"{samples / elapsed:,.0f} samples/s" if samples else "- samples/s",
         }
+
+
+def _mode_numbers(modes: dict[str, Any]) -> str:
+    """The distinct modes of every layer, in their order; of many layers the range.
+
+    >>> _mode_numbers({"stage1.norm": {"distinct": 4}, "stage2.norm": {"distinct": 2}})
+    'modes 4 2'
+    """
+    numbers = [layer["distinct"] for layer in modes.values()]
+    few = len(numbers) <= MOST_SHOWN
+    return "modes " + (" ".join(map(str, numbers)) if few else f"{min(numbers)}–{max(numbers)}")
 
 
 def _show(outcomes: list[Outcome], console: Console) -> None:
@@ -245,6 +270,14 @@ def _show(outcomes: list[Outcome], console: Console) -> None:
             console.print(f"failed: {outcome.failure}", highlight=False, soft_wrap=True)
             continue
         result = outcome.result
+        if "num_modes" in result:
+            numbers = ", ".join(f"{layer} {k}" for layer, k in result["num_modes"].items())
+            console.print(
+                f"{result['run']} needs these modes: {numbers}; with them alone "
+                f"(pruned.safetensors) its error is {result['pruned_error']:.2f} %",
+                highlight=False,
+                soft_wrap=True,
+            )
         domains = result["domain_errors"].items()
         table.add_row(
             result["run"],
@@ -263,6 +296,27 @@ def _integers(text: str) -> tuple[int, ...]:
         return tuple(int(part.replace("_", "")) for part in text.split(",") if part.strip())
     except ValueError:
         raise ValueError(f"--milestones is {text!r}, expected whole numbers like 80,120") from None
+
+
+def _modes(text: str, max_modes: int, sparsity: float) -> dict[str, Any]:
+    """The settings that --modes stands for.
+
+    >>> _modes("stage1.*=4,*=2", 8, 0.2)
+    {'modes': {'stage1.*': 4, '*': 2}}
+    """
+    if text == "auto":
+        if not sparsity > 0:
+            raise ValueError(f"sparsity is {sparsity}; --modes auto needs a --sparsity above 0")
+        return {"modes": max_modes, "sparsity": sparsity}
+    if text.isdigit():
+        return {"modes": int(text)}
+    pairs = [part.rpartition("=") for part in text.split(",")]
+    if not all(name.strip() and number.strip().isdigit() for name, _, number in pairs):
+        raise ValueError(
+            f"--modes is {text!r}, expected a number, auto, or numbers for layers such as "
+            "stage1.*=4,*=2"
+        )
+    return {"modes": {name.strip(): int(number) for name, _, number in pairs}}
 
 
 def _assignment(text: str) -> tuple[str, Any]:

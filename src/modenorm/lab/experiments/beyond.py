@@ -1,9 +1,11 @@
 """What the paper leaves open, as further tables: trained and shown like its own."""
 
 from modenorm.lab.experiments.paper import (
+    CIFAR10,
     LENET,
     LENET_SMALL_BATCHES,
     PUBLISHED1,
+    RESNET20,
     Published,
     cells_of,
 )
@@ -55,4 +57,19 @@ OPTIONS = [
             {"BN": None, "MGN K=2": None, "MGN K=2, pixel variance": None},
         )
     ),
+]
+
+# The number of modes found by itself, beside fixed numbers; batch norm is K=1.
+AUTOMATIC = [
+    cell
+    for group, settings in (
+        ("LeNet, N=128", {**LENET, "batch": 128}),
+        ("ResNet20 on CIFAR-10", {**RESNET20, **CIFAR10}),
+    )
+    for cell in cells_of(
+        "automatic",
+        group,
+        settings,
+        dict.fromkeys(("BN", "MN K=2", "MN K=4", "MN K=6", "MN K=8", "MN auto")),
+    )
 ]

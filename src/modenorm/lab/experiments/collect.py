@@ -24,6 +24,8 @@ OF_RESULT = (
     "torch", "commit", "date",
 )  # fmt: skip
 
+OF_PRUNING = ("num_modes", "pruned_error", "pruned_domain_errors")
+
 
 @dataclass
 class Collection:
@@ -81,6 +83,7 @@ def line(
         "channels_last": config.channels_last,
         "seed": config.seed,
         **{name: result[name] for name in OF_RESULT},
+        **{name: result[name] for name in OF_PRUNING if name in result},
         "gates": _gates(metrics),
         "gpu": result["device"],
         "settings": settings_key(config),

@@ -1,34 +1,46 @@
 """The tables of docs/reproduction.md, built from results/*.jsonl and never typed."""
 
 import datetime
+import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from modenorm.lab.bench.page import _markdown
+from modenorm.lab.experiments.automatic import MODES_HEADER, modes_rows
 from modenorm.lab.experiments.claims import PARAMETER_HEADER, parameter_rows
 from modenorm.lab.experiments.collect import Line, read_lines, results_file
 from modenorm.lab.experiments.gates import GATE_HEADER, gate_rows
+from modenorm.lab.experiments.mixtures import mixtures_tables, tuning_table
 from modenorm.lab.experiments.summary import HEADER, orders, rows, summarize
 from modenorm.lab.experiments.tables import TABLES
+
+MIXTURE_FILES = ("automatic_mixtures", "automatic_tuning")
 
 
 def with_results(text: str, results: Path) -> str:
     """The page with each table between its markers built anew.
 
-    Errors stand between `<!-- results TABLE -->` and `<!-- end -->`, the gates' shares between
-    `<!-- gates TABLE -->` and `<!-- end -->`, parameters between `<!-- parameters -->` and that.
+    A table stands between a marker and `<!-- end -->`: errors after `<!-- results TABLE -->`, the
+    gates' shares after `<!-- gates TABLE -->`, found numbers of modes after `<!-- modes TABLE -->`,
+    what `modenorm mixtures` found after `<!-- mixtures FILE -->`, and numbers of parameters after
+    `<!-- parameters -->`.
     """
-    makers = {"results": table_text, "gates": gates_text}
     text = re.sub(
         r"(?<=<!-- parameters -->).*?(?=<!-- end -->)", _parameters, text, flags=re.DOTALL
     )
+    makers = {
+        "results": table_text,
+        "gates": gates_text,
+        "modes": modes_text,
+        "mixtures": mixtures_text,
+    }
 
     def rebuild(match: re.Match[str]) -> str:
         kind, table = match["kind"], match["table"]
         return f"<!-- {kind} {table} -->\n\n{makers[kind](table, results)}\n\n<!-- end -->"
 
-    kinds, names = "|".join(makers), "|".join(TABLES)
+    kinds, names = "|".join(makers), "|".join((*TABLES, *MIXTURE_FILES))
     pattern = rf"<!-- (?P<kind>{kinds}) (?P<table>{names}) -->.*?<!-- end -->"
     return re.sub(pattern, rebuild, text, flags=re.DOTALL)
 
@@ -53,6 +65,24 @@ def gates_text(table: str, results: Path) -> str:
     lines = read_lines(results_file(results, table))
     found = gate_rows(TABLES[table], lines)
     return _markdown(list(GATE_HEADER), found) if found else "_not measured yet_"
+
+
+def modes_text(table: str, results: Path) -> str:
+    """Automatic numbers of modes beside fixed ones, in Markdown."""
+    lines = read_lines(results_file(results, table))
+    if not lines:
+        return "_not measured yet_"
+    found = _markdown(list(MODES_HEADER), modes_rows(TABLES[table], lines))
+    return f"{found}\n\n{conditions(lines)}"
+
+
+def mixtures_text(name: str, results: Path) -> str:
+    """What `modenorm mixtures` found, in Markdown."""
+    file = results_file(results, name)
+    if not file.exists():
+        return "_not measured yet_"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    return tuning_table(lines) if name == "automatic_tuning" else mixtures_tables(lines)
 
 
 def conditions(lines: Sequence[Line]) -> str:

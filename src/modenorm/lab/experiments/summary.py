@@ -88,11 +88,17 @@ class Summary:
     as_published: bool | None
 
 
+def by_settings(lines: Iterable[Line]) -> dict[str, dict[int, Line]]:
+    """Lines by the hash of their settings, and by seed."""
+    found: dict[str, dict[int, Line]] = {}
+    for line in lines:
+        found.setdefault(line["settings"], {})[line["seed"]] = line
+    return found
+
+
 def summarize(cells: Sequence[Cell], lines: Iterable[Line]) -> list[Summary]:
     """Put the lines of results to their cells; lines of no cell are passed over."""
-    by_key: dict[str, dict[int, Line]] = {}
-    for line in lines:
-        by_key.setdefault(line["settings"], {})[line["seed"]] = line
+    by_key = by_settings(lines)
     baselines = {cell.group: cell for cell in cells if cell.label == BASELINE}
 
     def values(cell: Cell | None, measure: str) -> dict[int, float]:

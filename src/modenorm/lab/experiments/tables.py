@@ -2,11 +2,16 @@
 
 from collections.abc import Iterable
 
-from modenorm.lab.experiments.beyond import LEVEL, OPTIONS
+from modenorm.lab.experiments.beyond import AUTOMATIC, LEVEL, OPTIONS
 from modenorm.lab.experiments.paper import PAPER_TABLES, Cell
 from modenorm.lab.training import TrainConfig
 
-TABLES: dict[str, list[Cell]] = {**PAPER_TABLES, "level": LEVEL, "options": OPTIONS}
+TABLES: dict[str, list[Cell]] = {
+    **PAPER_TABLES,
+    "level": LEVEL,
+    "options": OPTIONS,
+    "automatic": AUTOMATIC,
+}
 
 
 def configs(table: str, seeds: Iterable[int]) -> list[TrainConfig]:

@@ -1,6 +1,7 @@
 """The paper's networks, with the norm as an argument."""
 
-from collections.abc import Callable
+import fnmatch
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from modenorm.lab.models.norms import (
 )
 from modenorm.lab.models.resnet import resnet18, resnet20, resnet56, resnet110
 from modenorm.lab.models.vgg import vgg13
+from modenorm.modes import mode_layers
+from modenorm.resizing import set_num_modes
 
 __all__ = [
     "GATES",
@@ -58,7 +61,7 @@ def create_model(
     *,
     num_classes: int,
     norm: str = "bn",
-    modes: int = 2,
+    modes: int | Mapping[str, int] = 2,
     groups: int = 2,
     where: str = "all",
     momentum: float = 0.1,
@@ -73,7 +76,8 @@ def create_model(
         name: A key of `MODELS`.
         num_classes: Number of classes.
         norm: One of `NORMS`; see `make_norm` for the numbers that belong to each.
-        modes: K of mn and mgn.
+        modes: K of mn and mgn; or {name pattern: K} for all their layers, where the first pattern
+            that matches a layer's name decides.
         groups: G of gn.
         where: "all" norms of the network, or only the "first", the others being batch norms.
         momentum: Memory of the running estimates of bn and mn.
@@ -96,19 +100,44 @@ def create_model(
         raise ValueError(f"unknown model {name!r}; known: {', '.join(MODELS)}")
     factory = norm_factory(
         norm,
-        modes=modes,
+        modes=modes if isinstance(modes, int) else 1,
         groups=groups,
         where=where,
         momentum=momentum,
         gate=gate,
         variance=variance,
     )
+
+    def create() -> nn.Module:
+        model = MODELS[name](num_classes, factory, **options)
+        if not isinstance(modes, int) and norm in ("mn", "mgn"):
+            _set_modes(model, modes)
+        return model
+
     if generator is None:
-        return MODELS[name](num_classes, factory, **options)
+        return create()
     seed = draw_seed(generator)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        return MODELS[name](num_classes, factory, **options)
+        return create()
+
+
+def _set_modes(model: nn.Module, modes: Mapping[str, int]) -> None:
+    layers = mode_layers(model)
+    for pattern in modes:
+        if not fnmatch.filter(layers, pattern):
+            raise ValueError(
+                f"modes has the pattern {pattern!r}, which matches no layer: their names are "
+                f"{', '.join(layers)}"
+            )
+    for name, layer in layers.items():
+        chosen = [k for pattern, k in modes.items() if fnmatch.fnmatchcase(name, pattern)]
+        if not chosen:
+            raise ValueError(
+                f"modes says nothing of the layer {name}: add it, or '*' for all that are left"
+            )
+        if chosen[0] != layer.num_modes:
+            set_num_modes(layer, chosen[0])
 
 
 def count_parameters(model: nn.Module) -> int:

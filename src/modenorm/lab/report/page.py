@@ -242,10 +242,18 @@ def _modes(record: Record, points: int) -> dict[str, Any] | None:
                     "name": name,
                     "shares": [_shares(found) for found in history],
                     "entropy": [_number(found.get("entropy")) for found in history],
+                    "distinct": _number(layer.get("distinct")),
+                    "needed": _number(_needed(record).get(name)),
                     "by_domain": _by_domain(layer, count),
                 }
             )
     return {"samples": [entry["samples"] for entry in chosen], "layers": layers} if layers else None
+
+
+def _needed(record: Record) -> Mapping[str, Any]:
+    """The numbers of modes that pruning left, by layer."""
+    numbers = record.result.get("num_modes")
+    return numbers if isinstance(numbers, Mapping) else {}
 
 
 def _by_domain(layer: Mapping[str, Any], count: int) -> dict[str, list[float]]:

@@ -14,7 +14,13 @@ from modenorm.lab.data.folder import dataset_title, folder_name
 from modenorm.lab.report.records import Record, is_number
 
 NORMS = ("bn", "mn", "gn", "mgn", "in", "ln")
-OF_NORMS = {"modes": ("mn", "mgn"), "groups": ("gn",), "gate": ("mn",), "variance": ("mgn",)}
+OF_NORMS = {
+    "modes": ("mn", "mgn"),
+    "sparsity": ("mn",),
+    "groups": ("gn",),
+    "gate": ("mn",),
+    "variance": ("mgn",),
+}
 IN_LABEL = ("norm", "modes", "groups")
 BASELINES = {"mn": "bn", "mgn": "gn"}
 
@@ -121,10 +127,11 @@ def _significance(a: Mean, b: Mean) -> str:
 
 def norm_label(config: Mapping[str, Any]) -> str:
     """A short name of the norm, such as "MN K=2"."""
-    norm = str(config.get("norm", "?"))
-    count = {"gn": f" G={config.get('groups')}"} | dict.fromkeys(
-        ("mn", "mgn"), f" K={config.get('modes')}"
-    )
+    norm, modes = str(config.get("norm", "?")), config.get("modes")
+    if isinstance(modes, Mapping):
+        modes = ", ".join(f"{pattern} {k}" for pattern, k in modes.items())
+    number = f" auto (K≤{modes})" if config.get("sparsity") else f" K={modes}"
+    count = {"gn": f" G={config.get('groups')}"} | dict.fromkeys(("mn", "mgn"), number)
     return norm.upper() + count.get(norm, "")
 
 

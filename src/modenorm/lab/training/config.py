@@ -38,7 +38,10 @@ class TrainConfig:
         dataset: A name that `modenorm.lab.data.load` knows.
         image_size: Side of the images of a folder whose images differ in size; None otherwise.
         norm: The normalization: bn, in, ln, gn, mn or mgn.
-        modes: K of mn and mgn.
+        modes: K of mn and mgn; or {name pattern: K}, where the first pattern that matches a norm's
+            name decides.
+        sparsity: Strength of the penalty on modes that mn does not need (`ModeSparsity`), in the
+            second half of the training; its modes are then pruned at the end. 0 for none.
         groups: Groups of gn.
         options: Further arguments of the model, such as {"activation": "sigmoid"} of lenet.
         where: Replace "all" norms of the model, or only the "first".
@@ -69,7 +72,8 @@ class TrainConfig:
     dataset: str
     image_size: int | None = None
     norm: str = "bn"
-    modes: int = 2
+    modes: int | dict[str, int] = 2
+    sparsity: float = 0.0
     groups: int = 2
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     where: str = "all"
@@ -95,8 +99,14 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "milestones", tuple(self.milestones))
-        for name in ("batch", "modes", "groups", "total", "eval_every"):
+        for name in ("batch", "groups", "total", "eval_every"):
             _require(self, name, getattr(self, name) >= 1, "at least 1")
+        counts = self.modes.values() if isinstance(self.modes, dict) else (self.modes,)
+        whole = all(isinstance(k, int) and k >= 1 for k in counts)
+        _require(self, "modes", bool(counts) and whole, "at least 1, or at least 1 for each layer")
+        _require(self, "sparsity", 0 <= self.sparsity < math.inf, "at least 0 and finite")
+        sparse = self.norm == "mn" or not self.sparsity
+        _require(self, "sparsity", sparse, "0 unless the norm is mn")
         for name in ("lr", "factor"):
             value = getattr(self, name)
             _require(self, name, math.isfinite(value) and value > 0, "a finite number above 0")
@@ -123,10 +133,17 @@ class TrainConfig:
     @property
     def run_id(self) -> str:
         """A readable name that ends in a hash of all settings that are not the default."""
-        count = {"mn": self.modes, "mgn": self.modes, "gn": self.groups}.get(self.norm, "")
+        modes = f"auto{self.modes_label}" if self.sparsity else self.modes_label
+        count = {"mn": modes, "mgn": modes, "gn": str(self.groups)}.get(self.norm, "")
         digest = hashlib.sha256(json.dumps(self.chosen(), sort_keys=True).encode()).hexdigest()[:8]
         data = folder_name(self.dataset)
         return f"{self.model}-{data}-{self.norm}{count}-n{self.batch}-s{self.seed}-{digest}"
+
+    @property
+    def modes_label(self) -> str:
+        """The number of modes, or those of the patterns in their order."""
+        numbers = self.modes.values() if isinstance(self.modes, dict) else (self.modes,)
+        return ".".join(map(str, numbers))
 
     def chosen(self) -> dict[str, Any]:
         """The settings that are not the default; a setting that is added later changes no name."""

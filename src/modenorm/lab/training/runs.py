@@ -1,7 +1,8 @@
 """Runs are directories: what a training is, how far it came and how it ended, as files.
 
 config.json, metrics.jsonl (one line per evaluation), checkpoint.safetensors, and at the end
-result.json and an empty `done`, or `failed` with the reason. `lock` is held while it is trained.
+result.json and an empty `done`, or `failed` with the reason; pruned.safetensors if modes were
+pruned. `lock` is held while it is trained.
 """
 
 import contextlib
@@ -52,6 +53,11 @@ class Run:
     def checkpoint(self) -> Path:
         """Where the run's checkpoint is or will be."""
         return self.path / "checkpoint.safetensors"
+
+    @property
+    def pruned(self) -> Path:
+        """Where the smaller model of a run with automatic modes is or will be."""
+        return self.path / "pruned.safetensors"
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from modenorm import ModeSparsity
 from modenorm.lab.data.loader import Batches
 from modenorm.lab.training.ranks import Ranks
 
@@ -61,6 +62,7 @@ class Step:
         dtype: Autocast to it unless it is float32.
         batch: Samples in the batches of all ranks together.
         ranks: Those who train the model together.
+        sparsity: The penalty of regularised steps; None for a training without.
     """
 
     def __init__(
@@ -74,8 +76,10 @@ class Step:
         dtype: torch.dtype,
         batch: int,
         ranks: Ranks,
+        sparsity: ModeSparsity | None = None,
     ) -> None:
         self.model, self.loader, self.dtype = model, loader, dtype
+        self.sparsity = sparsity
         self.lr = torch.zeros((), device=device)
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self._momentum, self._weight_decay = momentum, weight_decay
@@ -85,7 +89,7 @@ class Step:
         named = model.named_parameters() if momentum else ()
         self.momentum_buffers = {name: torch.zeros_like(parameter) for name, parameter in named}
 
-    def __call__(self) -> None:
+    def __call__(self, regularised: bool = False) -> None:
         """Take one step; nothing here waits for a CUDA device."""
         images, labels = self.loader.next_batch()
         with torch.autocast(images.device.type, self.dtype, enabled=self.dtype != torch.float32):
@@ -93,14 +97,22 @@ class Step:
         loss = functional.cross_entropy(logits.float(), labels)
         for parameter in self._parameters:
             parameter.grad = None
-        if self._ranks.size == 1:
-            loss.backward()
-        else:
+        objective = loss
+        if self._ranks.size > 1:
             # ranks may have more or fewer samples; gradients are averaged over ranks
             loss = loss * (len(labels) / self._batch)
-            (loss * self._ranks.size).backward()
+            objective = loss * self._ranks.size
+        if regularised:
+            objective = objective + self._penalty()
+        objective.backward()
         self._update()
         self.loss_sum.add_(loss.detach())
+        if self.sparsity is not None:
+            self.sparsity.forget()
+
+    def _penalty(self) -> Tensor:
+        assert self.sparsity is not None
+        return self.sparsity()
 
     @torch.no_grad()
     def _update(self) -> None:
@@ -131,7 +143,9 @@ class Step:
         return [tensor.detach() for tensor in model + own]
 
 
-def capture(step: Step, generators: Sequence[torch.Generator], lane: Lane) -> Callable[[], None]:
+def capture(
+    step: Step, generators: Sequence[torch.Generator], lane: Lane, regularised: bool = False
+) -> Callable[[], None]:
     """Capture a step as one CUDA graph and return its replay; the training's state stays as it is.
 
     The warm-up steps that a capture needs (libraries initialise, kernels compile) do change the
@@ -142,7 +156,7 @@ def capture(step: Step, generators: Sequence[torch.Generator], lane: Lane) -> Ca
     with lane.enter():
         saved = [tensor.clone() for tensor in tensors]
         for _ in range(WARM_UP_STEPS):
-            step()
+            step(regularised)
         for tensor, before in zip(tensors, saved, strict=True):
             tensor.copy_(before)
     lane.synchronize()
@@ -153,5 +167,5 @@ def capture(step: Step, generators: Sequence[torch.Generator], lane: Lane) -> Ca
         graph.register_generator_state(generator)
     # thread_local: other trainings' queued work and pinned copies must not end the capture
     with torch.cuda.graph(graph, stream=lane.stream, capture_error_mode="thread_local"):
-        step()
+        step(regularised)
     return graph.replay

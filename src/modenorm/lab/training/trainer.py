@@ -7,6 +7,9 @@ they agree on everything at the end of every chunk of steps.
 """
 
 import contextlib
+import copy
+import dataclasses
+import json
 import math
 import threading
 import time
@@ -18,6 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from modenorm import ModeSparsity, prune_modes
 from modenorm.lab.data.loader import (
     Batches,
     DeviceImages,
@@ -54,6 +58,12 @@ TURN = {"cuda": 16, "cpu": 1}
 """Steps queued before others have their turn."""
 SAVING_SHARE = 0.02
 """Of the time: checkpoints at evaluations may take as much."""
+PENALTY_EVERY = 16
+"""The penalty on modes is in every 16th step, 16 times as strong: it then costs next to nothing."""
+PENALTY_FROM = 0.5
+"""Part of the training before the penalty sets in, for modes to form."""
+PRUNING_SAMPLES = 2048
+"""Of the training set: on these the smaller model is compared with the larger one."""
 
 
 class Diverged(RuntimeError):
@@ -153,6 +163,9 @@ class Training:
         self.model.to(lane.device)
         if config.channels_last:
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        sparsity = None
+        if config.sparsity:
+            sparsity = ModeSparsity(self.model, PENALTY_EVERY * config.sparsity)
         self._step = Step(
             self.model,
             self._loader(),
@@ -162,6 +175,7 @@ class Training:
             dtype=self._dtype,
             batch=config.batch,
             ranks=ranks,
+            sparsity=sparsity,
         )
         self._tensorboard = tensorboard
         self._events: Events | None = None
@@ -214,8 +228,11 @@ class Training:
                 if ended:
                     break
                 yield from self._train(advance)
+            if self._step.sparsity is not None:
+                self._step.sparsity.remove()
             if self.ranks.leads:
-                self.run.finish(self._result())
+                pruned = (yield from self._prune()) if self.run.config.sparsity else {}
+                self.run.finish(self._result() | pruned)
 
     def _checkpoint_due(self, evaluated: bool) -> bool:
         """Whether time has come, or an evaluation was made and writing is cheap beside the rest.
@@ -297,7 +314,8 @@ class Training:
         if not self.run.config.sync or self.lane.device.type == "cpu":
             self.ranks.take(list(self.model.buffers()))
 
-    def _prepare(self) -> Callable[[], None]:
+    def _prepare(self) -> Callable[[bool], None]:
+        """The step, plain or with the penalty on modes."""
         self.lane.join()
         if self.position.step == self.schedule.total:
             return self._step
@@ -307,9 +325,15 @@ class Training:
         if self.lane.stream is None or not alone:
             return self._step
         self._load_chunk()
-        return capture(self._step, generators(self.model), self.lane)
+        kinds = (False, True) if self.run.config.sparsity else (False,)
+        graphs = [capture(self._step, generators(self.model), self.lane, kind) for kind in kinds]
+        return lambda regularised: graphs[regularised]()
 
-    def _train(self, advance: Callable[[], None]) -> Turns:
+    def _regularised(self, step: int) -> bool:
+        late = step >= PENALTY_FROM * self.schedule.total
+        return bool(self.run.config.sparsity) and late and step % PENALTY_EVERY == 0
+
+    def _train(self, advance: Callable[[bool], None]) -> Turns:
         """Train until the chunk ends or something else is due, and look at the loss."""
         stop = self._load_chunk()
         while self.position.step < stop:
@@ -317,7 +341,7 @@ class Training:
             with self.lane.enter():
                 for step in range(self.position.step, self.position.step + count):
                     self._draw_apart(step)
-                    advance()
+                    advance(self._regularised(step))
             self.position.step += count
             yield True
         loss_sum = yield from self._loss_sum()
@@ -364,7 +388,7 @@ class Training:
         with self.lane.enter(), usage.recording():
             self._match_estimates()
             counts = ranks.total(count_errors(self.model, test, len(names), self._dtype, part))
-            totals = ranks.total(usage.totals(test.domains[part], len(names)))
+            totals = ranks.total(usage.totals(test.domains[part], len(names), len(test)))
         found = errors((yield from self.lane.fetch(counts)), names)
         modes = usage.describe((yield from self.lane.fetch(totals)), names)
         loss_sum = yield from self._loss_sum()
@@ -389,6 +413,28 @@ class Training:
         if self._events:
             self._events.write(record)
         self._tell()
+
+    def _prune(self) -> Generator[bool, None, dict[str, Any]]:
+        """Take away modes that are not needed, keep the smaller model, and say how it does."""
+        self.lane.synchronize()
+        config, loader = self.run.config, self._step.loader
+        count = min(-(-PRUNING_SAMPLES // config.batch), self._chunk)
+        model = copy.deepcopy(self.model)
+        with self.lane.enter():
+            loader.load(0, count)
+            report = prune_modes(model, [loader.next_batch()[0] for _ in range(count)])
+            names = self.data.about.domain_names
+            counts = count_errors(model, self.data.test, len(names), self._dtype)
+        found = errors((yield from self.lane.fetch(counts)), names)
+        tensors = {f"model.{name}": t.detach().cpu() for name, t in model.state_dict().items()}
+        smaller = dataclasses.replace(config, modes=report.num_modes, sparsity=0.0)
+        Checkpoint(smaller, self.data.about, self.position, tensors).save(self.run.pruned)
+        return {
+            "num_modes": report.num_modes,
+            "pruned_error": found.top1,
+            "pruned_domain_errors": found.by_domain,
+            "pruning": json.loads(report.to_json()),
+        }
 
     def _result(self) -> dict[str, Any]:
         metrics = self.position.metrics

@@ -12,7 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modenorm.modes import listening, mode_layers
+from modenorm.findings import distinct_modes, duplicate_modes
+from modenorm.layers import ModeNorm
+from modenorm.modes import (
+    SMALLEST_GATE,
+    gate_distances,
+    listening,
+    mode_layers,
+    statistics_distances,
+)
 
 DIGITS = 4
 
@@ -38,29 +46,43 @@ class ModeUsage:
         with listening([(layer, listener(name)) for name, layer in self._layers.items()]):
             yield
 
-    def totals(self, domains: Tensor, num_domains: int) -> Tensor:
-        """Sums over the samples of every domain: float64 (layers · D · (K + 1),).
+    def totals(self, domains: Tensor, num_domains: int, num_samples: int | None = None) -> Tensor:
+        """Sums over the samples of every domain, and what tells duplicates, as one float64 row.
 
         Args:
             domains: Domain of every sample that the model was given, in that order.
             num_domains: D.
+            num_samples: Of all ranks, whose rows are going to be summed; None for these alone.
         """
+        num_samples = num_samples or len(domains)
         parts = [torch.zeros(0, dtype=torch.float64, device=domains.device)]
         if self._layers:
             member = nn.functional.one_hot(domains, num_domains).t().double()  # (D, N)
             for name, layer in self._layers.items():
-                rows = torch.cat(self._rows[name] or [member.new_zeros((0, layer.num_modes + 1))])
-                rows = _with_entropy(rows) if rows.shape[1] == layer.num_modes else rows
-                parts.append((member @ rows.double()).flatten())
+                of_samples = isinstance(layer, ModeNorm)
+                width = layer.num_modes + (0 if of_samples else 1)
+                rows = torch.cat(self._rows[name] or [member.new_zeros((0, width))])
+                table = _with_entropy(rows) if of_samples else rows
+                parts.append((member @ table.double()).flatten())
+                if of_samples:
+                    share = len(rows) / num_samples
+                    parts.append(_distances(layer, rows).flatten() * share)
         return torch.cat(parts)
 
     def describe(self, totals: Tensor, domain_names: tuple[str, ...]) -> dict[str, Any]:
-        """Mean gates and mean entropy (bits) of every layer, and the gates in every domain."""
-        sizes = [len(domain_names) * (layer.num_modes + 1) for layer in self._layers.values()]
-        tables = (part.view(len(domain_names), -1) for part in totals.split(sizes))
-        return {
-            name: _describe(t, domain_names) for name, t in zip(self._layers, tables, strict=True)
-        }
+        """Mean gates, mean entropy (bits), distinct modes of every layer; gates in every domain."""
+        found = {}
+        for name, layer in self._layers.items():
+            k, size = layer.num_modes, len(domain_names) * (layer.num_modes + 1)
+            found[name] = _describe(totals[:size].view(len(domain_names), -1), domain_names)
+            totals = totals[size:]
+            if isinstance(layer, ModeNorm):
+                distances = totals[: 2 * k * k].view(2, k, k).tolist()
+                totals = totals[2 * k * k :]
+                shares = found[name]["shares"]
+                duplicates = duplicate_modes(shares, *distances)
+                found[name]["distinct"] = distinct_modes(shares, duplicates)
+        return found
 
 
 def scalars(usage: dict[str, Any]) -> dict[str, float]:
@@ -70,7 +92,22 @@ def scalars(usage: dict[str, Any]) -> dict[str, float]:
         for layer, found in usage.items()
         for k, share in enumerate(found["shares"])
     }
-    return shares | {f"gate_entropy/{layer}": found["entropy"] for layer, found in usage.items()}
+    shares |= {f"gate_entropy/{layer}": found["entropy"] for layer, found in usage.items()}
+    return shares | {
+        f"distinct_modes/{layer}": found["distinct"]
+        for layer, found in usage.items()
+        if "distinct" in found
+    }
+
+
+def _distances(layer: Any, gates: Tensor) -> Tensor:
+    """Distances between the statistics and between the gates of every two modes: (2, K, K)."""
+    if len(gates) == 0:
+        return gates.new_zeros((2, layer.num_modes, layer.num_modes), dtype=torch.float64)
+    logs = gates.double().clamp_min(SMALLEST_GATE).log()
+    between = gate_distances(logs.mean(0), logs.t() @ logs / len(logs))
+    mean, var = layer.running_mean.double(), layer.running_var.double()
+    return torch.stack((statistics_distances(mean, var, layer.eps), between))
 
 
 def _small(gates: Tensor) -> Tensor:

@@ -148,7 +148,9 @@
     const entropy = layer.entropy[layer.entropy.length - 1];
     describe("shares", overTime, "At the end: " + last.map((s, k) => `mode ${k} ${percent(s)}`).join(", ") +
       (known(entropy) ? `. Mean entropy of the gates ${number(entropy)} bits of at most ${number(Math.log2(last.length))}: ` +
-        "0 assigns every image to one mode, the most shares it out evenly." : "."));
+        "0 assigns every image to one mode, the most shares it out evenly." : ".") +
+      (known(layer.distinct) ? ` Alive and distinct: ${layer.distinct} of ${last.length} modes.` : "") +
+      (known(layer.needed) ? ` Pruning left ${layer.needed}.` : ""));
     drawUsers(layer, name);
     const names = modes.layers.map((l) => l.name || "model"), ends = modes.layers.map((l) => l.shares[l.shares.length - 1]);
     const title = "Share of the modes in every layer at the end";
@@ -156,9 +158,9 @@
       { yaxis: full, barmode: "stack", xaxis: { type: "category" } });
     describe("layers", title, `${names.length} layer${names.length === 1 ? "" : "s"} of ${run.title}.`);
     const width = Math.max(...ends.map((e) => e.length));
-    table("modes-table", ["Layer", ...Array.from({ length: width }, (_, k) => "mode " + k + " %"), "entropy (bits)"],
+    table("modes-table", ["Layer", ...Array.from({ length: width }, (_, k) => "mode " + k + " %"), "entropy (bits)", "distinct modes", "after pruning"],
       modes.layers.map((l, i) => [names[i], ...Array.from({ length: width }, (_, k) => (known(ends[i][k]) ? number(100 * ends[i][k], 1) : "")),
-        number(l.entropy[l.entropy.length - 1], 3)]));
+        number(l.entropy[l.entropy.length - 1], 3), known(l.distinct) ? l.distinct : "", known(l.needed) ? l.needed : ""]));
   }
 
   function drawUsers(layer, name) {

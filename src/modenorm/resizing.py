@@ -1,0 +1,211 @@
+"""Mode norms with another number of modes: rows of gates, estimates and optimizer state.
+
+Letters: C channels, K modes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from modenorm.checks import check_count
+from modenorm.gates import LinearGate
+from modenorm.layers import ModeGroupNorm, ModeNorm, modes_in
+
+__all__ = [
+    "combine_modes", "group_weights", "last_linear", "match_modes", "merged_statistics",
+    "set_num_modes",
+]  # fmt: skip
+
+Layer = ModeNorm | ModeGroupNorm
+
+
+def last_linear(gate: nn.Module, num_modes: int) -> Any:
+    """The layer with a weight (K, …) and a bias (K,) that makes a gate's logits; None if unknown.
+
+    Example:
+        >>> last_linear(nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 2)), 2)
+        Linear(in_features=4, out_features=2, bias=True)
+    """
+    while isinstance(gate, nn.Sequential) and len(gate):
+        gate = gate[-1]
+    if not isinstance(gate, LinearGate | nn.Linear) or gate.bias is None:
+        return None
+    return gate if gate.bias.shape == (num_modes,) else None
+
+
+def group_weights(groups: Sequence[tuple[int, ...]], shares: Tensor) -> Tensor:
+    """The part of each mode in each group, by their shares: float64 (groups, K), rows sum to 1.
+
+    Example:
+        >>> group_weights([(0, 2)], torch.tensor([0.1, 0.6, 0.3]))
+        tensor([[0.2500, 0.0000, 0.7500]], dtype=torch.float64)
+    """
+    weights = torch.zeros(len(groups), len(shares), dtype=torch.float64)
+    for row, group in enumerate(groups):
+        part = shares[list(group)].double().cpu().clamp_min(1e-30)
+        weights[row, list(group)] = part / part.sum()
+    return weights
+
+
+def merged_statistics(weights: Tensor, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and variance of all samples of a group's modes together, (groups, C).
+
+    Example:
+        >>> mean, var = merged_statistics(
+        ...     torch.tensor([[0.5, 0.5]]), torch.tensor([[0.0], [2.0]]), torch.ones(2, 1)
+        ... )
+        >>> float(mean), float(var)
+        (1.0, 2.0)
+    """
+    together = weights @ mean
+    between = (mean - together[:, None]) ** 2  # (groups, K, C)
+    return together, (weights[:, :, None] * (var + between)).sum(1)
+
+
+@torch.no_grad()
+def combine_modes(
+    layer: Layer,
+    groups: Sequence[tuple[int, ...]],
+    shares: Tensor,
+    offsets: Tensor,
+    optimizer: Optimizer | None = None,
+) -> None:
+    """Give a layer one mode for each group of its modes, in place.
+
+    Parameters stay the same objects. A group's gate is the mean of its modes' rows, weighted by
+    their shares, plus an offset on the bias; its statistics are those of all its samples together.
+    An optimizer's state of the rows is added up, since the gradient of the common row is the sum of
+    theirs.
+
+    Args:
+        layer: Its gate ends in a linear layer; of a mode group norm, groups are single modes.
+        groups: The old modes of each new one; modes in none are dropped.
+        shares: (K,), mean gate of each mode.
+        offsets: Added to the bias of each new mode.
+        optimizer: Whose state is changed along.
+
+    Example:
+        >>> layer = ModeNorm(8, num_modes=3)
+        >>> combine_modes(layer, [(0, 2)], torch.ones(3) / 3, torch.zeros(1))
+        >>> layer.num_modes, layer.gate.weight.shape
+        (1, torch.Size([1, 8]))
+    """
+    weights = group_weights(groups, shares)
+    member = (weights > 0).double()
+    if isinstance(layer, ModeNorm):
+        linear = last_linear(layer.gate, layer.num_modes)
+        rows = [linear.weight, linear.bias]
+        rows += [p for p in (layer.weight, layer.bias) if p is not None and layer.per_mode_affine]
+        _combine_estimates(layer, weights, member)
+        _set_width(linear, len(groups))
+    else:
+        rows = [layer.gate_weight, layer.gate_bias]
+    bias = rows[1]
+    for parameter in rows:
+        before = parameter.shape
+        parameter.data = _mix(weights, parameter.data)
+        parameter.grad = None
+        if optimizer is not None:
+            _combine_state(optimizer, parameter, before, member)
+    bias.add_(offsets.to(bias))
+    layer.num_modes = len(groups)
+
+
+def _combine_estimates(layer: ModeNorm, weights: Tensor, member: Tensor) -> None:
+    mean, var = layer.running_mean, layer.running_var
+    if mean is not None and var is not None:
+        merged = merged_statistics(weights, mean.double().cpu(), var.double().cpu())
+        layer.running_mean, layer.running_var = merged[0].to(mean), merged[1].to(var)
+    if layer.running_share is not None:
+        layer.running_share = _mix(member, layer.running_share)
+
+
+def _combine_state(
+    optimizer: Optimizer, parameter: Tensor, before: torch.Size, member: Tensor
+) -> None:
+    state = optimizer.state.get(parameter, {})
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.shape == before and value.ndim > 0:
+            state[key] = _mix(member, value)
+
+
+def _mix(weights: Tensor, rows: Tensor) -> Tensor:
+    """Sums of rows, exact where a row is taken alone."""
+    flat = rows.reshape(len(rows), -1).double().cpu()
+    return (weights @ flat).reshape(-1, *rows.shape[1:]).to(rows)
+
+
+def _set_width(linear: nn.Module, num_modes: int) -> None:
+    name = "out_features" if isinstance(linear, nn.Linear) else "num_modes"
+    setattr(linear, name, num_modes)
+
+
+@torch.no_grad()
+def set_num_modes(layer: Layer, num_modes: int) -> None:
+    """Give a layer another number of modes, in place, and begin anew: gate, estimates, parameters.
+
+    Example:
+        >>> layer = ModeNorm(8, num_modes=2)
+        >>> set_num_modes(layer, 5)
+        >>> layer.running_mean.shape
+        torch.Size([5, 8])
+    """
+    check_count("num_modes", num_modes)
+    if isinstance(layer, ModeGroupNorm):
+        rows: list[nn.Parameter] = [layer.gate_weight, layer.gate_bias]
+    else:
+        linear = last_linear(layer.gate, layer.num_modes)
+        if linear is None:
+            raise ValueError(
+                f"the gate is {type(layer.gate).__name__}, whose number of modes can't be changed; "
+                f"it must end in a linear layer with a bias"
+            )
+        _set_width(linear, num_modes)
+        rows = [linear.weight, linear.bias]
+        rows += [p for p in (layer.weight, layer.bias) if p is not None and layer.per_mode_affine]
+        for name in ("running_mean", "running_var", "running_share"):
+            if (buffer := getattr(layer, name)) is not None:
+                setattr(layer, name, buffer.new_empty(num_modes, *buffer.shape[1:]))
+    for parameter in rows:
+        parameter.data = parameter.new_empty(num_modes, *parameter.shape[1:])
+        parameter.grad = None
+    layer.num_modes = num_modes
+    layer.reset_parameters()
+    if isinstance(layer, ModeNorm):
+        linear.reset_parameters()  # also inside of a gate that can't reset itself
+
+
+def match_modes(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """Give a model's layers the numbers of modes that a state dict has, so that it can be loaded.
+
+    For the state of a pruned model, or of one trained with other numbers of modes. Layers whose
+    number changes begin anew, so load the state afterwards.
+
+    Args:
+        model: Changed in place.
+        state_dict: Of the same model but for the numbers of modes.
+
+    Returns:
+        The numbers before and after, by name, of the layers that changed.
+
+    Example:
+        >>> import modenorm
+        >>> pruned, model = (nn.Sequential(modenorm.ModeNorm2d(8, k)) for k in (3, 8))
+        >>> match_modes(model, pruned.state_dict())
+        {'0': (8, 3)}
+        >>> model.load_state_dict(pruned.state_dict())
+        <All keys matched successfully>
+    """
+    changed = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, Layer):
+            wanted = modes_in(state_dict, f"{name}." if name else "")
+            if wanted is not None and wanted != layer.num_modes:
+                changed[name] = (layer.num_modes, wanted)
+                set_num_modes(layer, wanted)
+    return changed

@@ -1,0 +1,187 @@
+"""A penalty on modes that aren't needed, to be added to a training's loss.
+
+Letters: N samples, K modes. Nothing here waits for the device or branches on data, so a step with
+it can be captured as a CUDA graph; the modes of all layers are treated in one go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from modenorm.checks import check_choice
+from modenorm.layers import GateListener, ModeNorm
+from modenorm.modes import listening, mode_layers
+from modenorm.resizing import last_linear
+
+__all__ = ["DEFAULT_STRENGTH", "METHODS", "ModeSparsity"]
+
+METHODS = ("entropy", "switch")
+DEFAULT_STRENGTH = {"entropy": 0.2, "switch": 0.1}
+
+# The hard-concrete distribution of Louizos, Welling & Kingma (2018), with their constants.
+TEMPERATURE, LOW, HIGH = 2 / 3, -0.1, 1.1
+FIRST_SWITCH = 2.0  # log odds: switches start open
+CLOSED = 1e-6  # the smallest factor on a gate; 0 would have no logarithm
+
+
+def draw_switches(log_odds: Tensor, noise: Tensor | None) -> Tensor:
+    """Hard-concrete switches, drawn with uniform noise, or without it the most likely ones.
+
+    Example:
+        >>> draw_switches(torch.tensor([-9.0, 9.0]), None)
+        tensor([1.0000e-06, 1.0000e+00])
+    """
+    soft = torch.sigmoid(log_odds)
+    if noise is not None:
+        soft = torch.sigmoid((log_odds + noise.clamp(1e-6, 1 - 1e-6).logit()) / TEMPERATURE)
+    return (soft * (HIGH - LOW) + LOW).clamp(0, 1) * (1 - CLOSED) + CLOSED
+
+
+def expected_open(log_odds: Tensor) -> Tensor:
+    """The probability that a drawn switch is not closed.
+
+    Example:
+        >>> bool(expected_open(torch.tensor(2.0)) > 0.9)
+        True
+    """
+    return torch.sigmoid(log_odds - TEMPERATURE * math.log(-LOW / HIGH))
+
+
+class ModeSparsity(nn.Module):
+    r"""A loss that makes the mode norms of a model give up modes that they don't need.
+
+    Call it in each training step after the model, and add what it returns to the loss; then
+    `prune_modes` takes away what is not used. Two methods:
+
+    - "entropy": strength · Σ_layers H(mean_n g_n), the entropy (in nats) of the share of the batch
+      that each mode receives. Deterministic, without parameters.
+    - "switch": a hard-concrete switch z_k in [0, 1] on every mode, which multiplies its gates, and
+      strength · the expected number of open ones (L0 regularization). Has parameters to learn,
+      and is drawn anew in every forward of the model in training.
+
+    Start it when modes have formed, about half way through the training: from the first step on it
+    closes modes before they find their samples (docs/automatic_modes.md). `strength` is a tensor
+    that can be changed at any time, also between replays of a captured step.
+
+    Mode group norms are left alone: they average their modes without the gates, so a mode without
+    channels counts as much as any other.
+
+    Args:
+        model: Heard and, by "switch", changed until `remove` is called. Each process of a parallel
+            training looks at its own part of the batch.
+        strength: Of the penalty beside a loss in nats; None for the method's default.
+        method: "entropy" or "switch".
+
+    Example:
+        >>> import modenorm
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), modenorm.ModeNorm2d(8, num_modes=8))
+        >>> sparsity = ModeSparsity(model, strength=0.2)
+        >>> loss = model(torch.randn(16, 3, 8, 8)).square().mean() + sparsity()
+        >>> loss.backward()
+        >>> sparsity.remove()
+    """
+
+    strength: Tensor
+
+    def __init__(
+        self, model: nn.Module, strength: float | None = None, method: str = "entropy"
+    ) -> None:
+        super().__init__()
+        check_choice("method", method, METHODS)
+        strength = DEFAULT_STRENGTH[method] if strength is None else strength
+        if not (math.isfinite(strength) and strength >= 0):
+            raise ValueError(f"strength is {strength}; it must be a finite number of at least 0")
+        layers = [
+            layer
+            for layer in mode_layers(model).values()
+            if isinstance(layer, ModeNorm) and layer.num_modes > 1
+        ]
+        if not layers:
+            raise ValueError(
+                f"{type(model).__name__} has no mode norm with several modes, so there is nothing "
+                f"to make sparse; put some in, for example with modenorm.replace_batchnorm"
+            )
+        self.method = method
+        self._layers = tuple(layers)  # not submodules: their parameters are the model's
+        self._sizes = [layer.num_modes for layer in layers]
+        self._gates: dict[int, Tensor] = {}
+        self._attached = contextlib.ExitStack()
+        like = next(layers[0].parameters(), torch.empty(0))
+        kind: dict[str, Any] = {"device": like.device, "dtype": torch.float32}
+        self.register_buffer("strength", torch.tensor(float(strength), **kind))
+        self.log_odds: nn.Parameter | None = None
+        if method == "switch":
+            self.log_odds = nn.Parameter(torch.full((sum(self._sizes),), FIRST_SWITCH, **kind))
+            self._attach_switches(model)
+        else:
+            heard = [(layer, self._listener(i)) for i, layer in enumerate(layers)]
+            self._attached.enter_context(listening(heard))
+
+    def forward(self) -> Tensor:
+        """The loss of the model's last forward in training."""
+        if self.log_odds is not None:
+            return self.strength * expected_open(self.log_odds).sum()
+        if not self._gates:
+            raise ValueError(
+                "ModeSparsity heard no gates since it was last called; call it after each forward "
+                "of the model in training mode, with gradients enabled"
+            )
+        usage = torch.cat([gates.mean(0) for gates in self._gates.values()])
+        self.forget()
+        return self.strength * torch.special.entr(usage).sum()
+
+    def forget(self) -> None:
+        """Let go of the last forward's gates, after a step that does without the penalty."""
+        self._gates.clear()
+
+    @torch.no_grad()
+    def remove(self) -> None:
+        """Take it off the model; what the switches say is written into the gates' biases."""
+        if self.log_odds is not None:
+            for layer, factor in zip(self._layers, self._factors(drawn=False), strict=True):
+                linear = last_linear(layer.gate, layer.num_modes)
+                assert linear is not None
+                linear.bias.add_(factor.log().to(linear.bias))
+        self._attached.close()
+        self.forget()
+
+    def _listener(self, place: int) -> GateListener:
+        def listen(gates: Tensor) -> None:
+            if gates.requires_grad and gates.shape[0] > 0:
+                self._gates[place] = gates
+
+        return listen
+
+    def _attach_switches(self, model: nn.Module) -> None:
+        drawn: list[Tensor] = []
+
+        def draw(module: nn.Module, _: tuple[Any, ...]) -> None:
+            drawn[:] = self._factors(drawn=module.training)
+
+        def switch(place: int) -> Callable[[nn.Module, Any, Tensor], Tensor]:
+            return lambda _, __, logits: logits + drawn[place].log().to(logits)
+
+        for place, layer in enumerate(self._layers):
+            if last_linear(layer.gate, layer.num_modes) is None:
+                raise ValueError(
+                    f'method "switch" needs gates that end in a linear layer with a bias; '
+                    f'got {type(layer.gate).__name__}: use method "entropy"'
+                )
+            self._attached.callback(layer.gate.register_forward_hook(switch(place)).remove)
+        self._attached.callback(model.register_forward_pre_hook(draw).remove)
+
+    def _factors(self, drawn: bool) -> list[Tensor]:
+        """What every mode's gate is multiplied with, by layer: drawn, or the most likely."""
+        assert self.log_odds is not None
+        noise = torch.rand_like(self.log_odds) if drawn else None
+        return list(torch.split(draw_switches(self.log_odds, noise), self._sizes))
+
+    def extra_repr(self) -> str:
+        """The arguments."""
+        return f"strength={float(self.strength):g}, method={self.method!r}"

@@ -1,0 +1,167 @@
+"""The penalty is the formula it claims, learns as it should, and leaves nothing on the model."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import modenorm
+from compare import assert_close
+from modenorm import ModeGroupNorm, ModeNorm1d, ModeNorm2d, ModeSparsity
+from modenorm.sparsity import draw_switches, expected_open
+
+torch.set_num_threads(1)
+
+
+def small_model(modes=(4, 3)) -> nn.Sequential:
+    first, second = (ModeNorm2d(c, k) for c, k in zip((8, 6), modes, strict=True))
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), first, nn.ReLU(), nn.Conv2d(8, 6, 3), second)
+    return model.double()
+
+
+def gradients(model, loss):
+    parameters = dict(model.named_parameters())
+    found = torch.autograd.grad(loss, parameters.values(), allow_unused=True)
+    return {n: g for n, g in zip(parameters, found, strict=True) if g is not None}
+
+
+def test_entropy_is_that_of_the_batch_usage():
+    model, x = small_model(), torch.randn(12, 3, 8, 8, dtype=torch.float64)
+    sparsity = ModeSparsity(model, strength=0.7)
+    with modenorm.record_gates(model) as gates:
+        model(x)
+    expected = 0.0
+    for (used,) in gates.values():
+        usage = used.mean(0)
+        expected = expected - 0.7 * (usage * usage.log()).sum()
+    # the strength is kept in float32
+    torch.testing.assert_close(sparsity().double(), expected, rtol=1e-6, atol=0)
+
+
+def test_gradients_of_the_entropy():
+    """Beside a random upstream gradient of the output, as in a training step."""
+    model, x = small_model(), torch.randn(12, 3, 8, 8, dtype=torch.float64)
+    upstream = torch.randn_like(model(x))
+    plain = copy.deepcopy(model)
+    sparsity = ModeSparsity(model, strength=0.5)
+    ours = gradients(model, (model(x) * upstream).sum() + sparsity())
+    heard = []
+    for layer in (plain[1], plain[4]):
+        layer.gate_listener = heard.append
+    y = plain(x)
+    penalty = sum(-0.5 * (u * u.log()).sum() for u in (g.mean(0) for g in heard))
+    theirs = gradients(plain, (y * upstream).sum() + penalty)
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert_close(ours[name], theirs[name], 1e-7)
+    alone = gradients(plain, (plain(x) * upstream).sum())
+    assert not torch.allclose(ours["1.gate.bias"], alone["1.gate.bias"])
+
+
+def test_strength_is_a_tensor_that_can_be_changed():
+    model, x = small_model(), torch.randn(4, 3, 8, 8, dtype=torch.float64)
+    sparsity = ModeSparsity(model, strength=0.5)
+    model(x)
+    first = sparsity()
+    sparsity.strength.fill_(0.25)
+    model(x)
+    torch.testing.assert_close(sparsity(), first / 2)
+
+
+def test_it_hears_training_alone_and_asks_to_be_called_after_the_model():
+    model, x = small_model(), torch.randn(4, 3, 8, 8, dtype=torch.float64)
+    sparsity = ModeSparsity(model)
+    with pytest.raises(ValueError, match="call it after each forward of the model in training"):
+        sparsity()
+    with torch.no_grad():
+        model(x)
+    with pytest.raises(ValueError, match="heard no gates"):
+        sparsity()
+    model(x)
+    sparsity.forget()
+    with pytest.raises(ValueError, match="heard no gates"):
+        sparsity()
+    sparsity.remove()
+    assert model[1].gate_listener is None
+    assert len(list(ModeSparsity(model, method="entropy").parameters())) == 0
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="strength is -1"):
+        ModeSparsity(small_model(), -1)
+    with pytest.raises(ValueError, match=r"method.*entropy"):
+        ModeSparsity(small_model(), method="l1")
+    for model in (nn.Linear(3, 3), ModeNorm1d(4, 1), ModeGroupNorm(4)):
+        with pytest.raises(ValueError, match="no mode norm with several modes"):
+            ModeSparsity(model)
+    custom = ModeNorm1d(4, 2, gate=nn.Identity())
+    with pytest.raises(ValueError, match="needs gates that end in a linear layer"):
+        ModeSparsity(custom, method="switch")
+
+
+def test_switches_are_the_hard_concrete_distribution():
+    """Values by a count of many draws: P(z > 0) and the mean of the clamped variable."""
+    torch.manual_seed(0)
+    log_odds = torch.tensor([-3.0, 0.0, 2.0], dtype=torch.float64)
+    noise = torch.rand(200_000, 3, dtype=torch.float64)
+    drawn = draw_switches(log_odds.expand_as(noise), noise)
+    share = (drawn > 1.5e-6).double().mean(0)
+    # 200 000 draws have a standard error of at most 0.0011
+    assert_close(share, expected_open(log_odds), 5e-3)
+    assert float(drawn.min()) == pytest.approx(1e-6)
+    assert float(drawn.max()) == 1
+
+
+def test_switches_multiply_the_gates_and_are_written_into_the_bias():
+    model, x = small_model(), torch.randn(12, 3, 8, 8, dtype=torch.float64)
+    plain = copy.deepcopy(model)
+    sparsity = ModeSparsity(model, strength=0.1, method="switch")
+    with torch.no_grad():
+        sparsity.log_odds.copy_(torch.tensor([-5.0, 2, 0.3, 1, 4, -6, 0]))
+    with modenorm.record_gates(model.eval()) as gates, modenorm.record_gates(plain.eval()) as old:
+        before = model(x)
+        plain(x)
+    factors = draw_switches(sparsity.log_odds, None)[:4].double()
+    (first,), (expected,) = gates["1"], old["1"]
+    expected = expected * factors
+    # switches are float32
+    assert_close(first, (expected / expected.sum(1, keepdim=True)).detach(), 1e-6)
+    sparsity.remove()
+    assert_close(model(x), before, 1e-6)
+    assert model.state_dict().keys() == plain.state_dict().keys()
+
+
+def test_switches_learn_and_differ_between_forwards():
+    torch.manual_seed(1)
+    model, x = small_model(), torch.randn(12, 3, 8, 8, dtype=torch.float64)
+    sparsity = ModeSparsity(model, strength=0.1, method="switch")
+    with torch.no_grad():
+        sparsity.log_odds.zero_()
+    first = model(x)
+    assert not torch.equal(first, model(x))
+    (g,) = torch.autograd.grad((first * torch.randn_like(first)).sum(), sparsity.log_odds)
+    assert bool(g.isfinite().all())
+    assert int((g != 0).sum()) >= 2
+    (g,) = torch.autograd.grad(sparsity(), sparsity.log_odds)
+    p = expected_open(sparsity.log_odds.detach())
+    assert_close(g.double(), (0.1 * p * (1 - p)).double(), 1e-6)
+
+
+@pytest.mark.parametrize("method", ["entropy", "switch"])
+def test_training_with_a_strong_penalty_leaves_one_mode(method):
+    torch.manual_seed(0)
+    model = nn.Sequential(ModeNorm1d(4, 4), nn.Linear(4, 1))
+    sparsity = ModeSparsity(model, 5.0, method)
+    parameters = [*model.parameters(), *sparsity.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+    for _ in range(200):
+        optimizer.zero_grad()
+        (model(torch.randn(64, 4)).square().mean() + sparsity()).backward()
+        optimizer.step()
+    sparsity.remove()
+    shares = modenorm.mode_report(model, [torch.randn(256, 4)]).layers[0].shares
+    if method == "entropy":
+        assert max(shares) > 0.99
+    else:
+        assert float(expected_open(sparsity.log_odds).max()) < 0.05
