@@ -26,7 +26,7 @@ if dist.is_available():
 if TYPE_CHECKING:  # a torch without torch.distributed still imports this
     from torch.distributed import ProcessGroup
 
-__all__ = ["Ranks", "in_use", "merge", "statistics", "total"]
+__all__ = ["Ranks", "in_use", "merge", "statistics", "total", "with_share"]
 
 SIGNATURE_BYTES = 256
 _numbers = itertools.count()
