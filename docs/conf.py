@@ -20,7 +20,6 @@ copyright = author
 release = version = modenorm.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-suppress_warnings = ["toc.not_readable"]  # pages of the navigation that are still to come
 
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
