@@ -10,8 +10,8 @@ demo: $(STAMP)
 	$(BIN)/modenorm demo
 
 test: lint browser
-	$(BIN)/pytest -n 2
-	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 tests/kernels
+	$(BIN)/pytest -n 2 --dist loadgroup
+	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 --dist loadgroup tests/kernels
 
 # The report's page in a real browser; where there is none and none can be installed, skipped.
 test-browser: $(STAMP) browser

@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"]
 PAGES += sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").glob("*.md"))
-WITH_CODE = ["README.md", "docs/layers.md", "docs/modes.md"]
+WITH_CODE = ["README.md", "docs/layers.md", "docs/modes.md", "docs/scaling.md"]
 
 
 def code_blocks(text: str) -> list[str]:

@@ -23,6 +23,7 @@ PUBLIC_NAMES = {
     "ModeNorm2d",
     "ModeNorm3d",
     "StandardizedGate",
+    "convert_sync_modenorm",
     "freeze_statistics",
     "functional",
     "gates",

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+PRELOADED = ["modenorm", "pytest", "torch.distributed.fsdp", "torch._dynamo"]  # once for all ranks
 SECONDS = 60  # for anything that is expected to end
 
 
@@ -21,7 +22,7 @@ class World:
     def __init__(self, size: int, store: str) -> None:
         self.size = size
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["modenorm", "torch.distributed"])  # one import for all
+        context.set_forkserver_preload(PRELOADED)
         self.pipes, self.processes = [], []
         for rank in range(size):
             here, there = context.Pipe()
@@ -44,7 +45,7 @@ class World:
         """The results, where no exception is expected."""
         results = self.run(function, *arguments)
         failed = [r for r in enumerate(results) if isinstance(r[1], BaseException)]
-        text = "\n\n".join(f"rank {rank}: {error.__notes__[0]}" for rank, error in failed)
+        text = "\n\n".join(f"rank {rank}: {error.trace}" for rank, error in failed)
         assert not failed, text
         return results
 
@@ -73,7 +74,7 @@ def _serve(rank: int, size: int, store: str, pipe: Any) -> None:
         try:
             result = function(rank, *arguments)
         except BaseException as error:
-            error.add_note(traceback.format_exc())
+            error.trace = traceback.format_exc()
             result = error
         pipe.send(result)
     dist.destroy_process_group()

@@ -3,6 +3,8 @@
 Letters: R ranks, N samples, C channels, K modes. Forward, a rank gives weight, mean and variance of
 its part of every mode, K(2C+1) numbers, and merges the parts of all; backward, the gradients of the
 merged means and variances, 2KC numbers, are summed. The rest of a norm stays on its rank.
+Compiled, the collectives are torch's functional ones, whose order Inductor keeps; it may exchange
+operators of one's own that don't depend on each other, and on an empty batch nothing depends.
 Derivation: docs/scaling.md.
 """
 
@@ -18,6 +20,9 @@ from torch import Tensor
 from modenorm import mixing
 from modenorm.mixing import product
 
+if dist.is_available():
+    import torch.distributed._functional_collectives as functional
+
 if TYPE_CHECKING:  # a torch without torch.distributed still imports this
     from torch.distributed import ProcessGroup
 
@@ -25,7 +30,7 @@ __all__ = ["Ranks", "in_use", "merge", "statistics", "total"]
 
 SIGNATURE_BYTES = 256
 _numbers = itertools.count()
-_ranks: dict[int, Ranks] = {}  # operators take numbers, not objects
+_ranks: dict[int, Ranks] = {}  # compiled graphs hold numbers, not objects
 
 
 class Ranks:
@@ -53,6 +58,12 @@ class Ranks:
         """How many ranks there are."""
         return dist.get_world_size(self.group)
 
+    @property
+    def group_name(self) -> str:
+        """What torch calls the group."""
+        group: Any = dist.group.WORLD if self.group is None else self.group
+        return str(group.group_name)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
         return self
 
@@ -73,14 +84,14 @@ class Ranks:
         collective(out, values, group=self.group)
         return out.view(self.size, rows, columns)
 
-    def agree(self, values: Tensor) -> None:
+    def agree(self, shape: tuple[int, ...], dtype: str, device: torch.device) -> None:
         """Refuse ranks whose layers differ, on the first use; nothing later."""
-        num_modes, width = values.shape
-        signature = f"K={num_modes}, C={width // 2}, {str(values.dtype)[6:]} at {self.name}"
+        num_modes, width = shape
+        signature = f"K={num_modes}, C={width // 2}, {dtype.removeprefix('torch.')} at {self.name}"
         if signature == self.agreed:
             return
         text = signature.encode()[:SIGNATURE_BYTES].ljust(SIGNATURE_BYTES)
-        own = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(values.device)
+        own = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
         rows = self.gather(own[None]).squeeze(1).tolist()
         texts = [bytes(row).decode(errors="replace").rstrip() for row in rows]
         if len(set(texts)) > 1:
@@ -113,48 +124,62 @@ def in_use(ranks: Ranks | None) -> Ranks | None:
     return ranks if ranks.size > 1 else None
 
 
-@torch.library.custom_op("modenorm::gather_ranks", mutates_args=())
 def gather(values: Tensor, ranks: int) -> Tensor:
-    """The values (K, 2C+1) of every rank, (R, K, 2C+1); an operator, so that it can be compiled."""
+    """The values (K, 2C+1) of every rank, (R, K, 2C+1)."""
+    if torch.compiler.is_compiling():
+        num_modes, width = values.shape
+        device, dtype = str(values.device), str(values.dtype)
+        group, size = _agree_while_tracing(ranks, num_modes, width, dtype, device)
+        parts = functional.all_gather_tensor(values.contiguous(), 0, group)
+        return parts.view(size, num_modes, width)
     members = _ranks[ranks]
     try:
-        members.agree(values)
+        members.agree(tuple(values.shape), str(values.dtype), values.device)
         return members.gather(values.contiguous())
     except RuntimeError as error:
         raise members.failed(error) from error
 
 
-@gather.register_fake
-def _(values: Tensor, ranks: int) -> Tensor:
-    return values.new_empty((_ranks[ranks].size, *values.shape))
+def _agree_while_tracing(
+    ranks: int, num_modes: int, width: int, dtype: str, device: str
+) -> tuple[Any, int]:
+    """The group's name and size; the first use of a compiled layer is its tracing."""
+    members = _ranks[ranks]
+    members.agree((num_modes, width), dtype, torch.device(device))
+    return members.group_name, members.size
 
 
-@torch.library.custom_op("modenorm::sum_ranks", mutates_args=())
+def _group_name(ranks: int) -> Any:
+    return _ranks[ranks].group_name
+
+
+# torch.compiler.assume_constant_result without its import of the compiler: called while tracing
+_agree_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_group_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def total(values: Tensor, ranks: int) -> Tensor:
     """The sum of the values over the ranks."""
-    members = _ranks[ranks]
-    out = values.clone(memory_format=torch.contiguous_format)
-    try:
-        dist.all_reduce(out, group=members.group)
-    except RuntimeError as error:
-        raise members.failed(error) from error
-    return out
+    if torch.compiler.is_compiling():
+        return functional.all_reduce(values.contiguous(), "sum", _group_name(ranks))
+    return _Total.apply(values, ranks)
 
 
-@total.register_fake
-def _(values: Tensor, ranks: int) -> Tensor:
-    return torch.empty_like(values, memory_format=torch.contiguous_format)
+class _Total(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        members = _ranks[ranks]
+        out = values.clone(memory_format=torch.contiguous_format)
+        try:
+            dist.all_reduce(out, group=members.group)
+        except RuntimeError as error:
+            raise members.failed(error) from error
+        return out
 
-
-def _keep_ranks(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
-    ctx.ranks = inputs[1]
-
-
-def _differentiate_total(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-    return total(gradient, ctx.ranks), None
-
-
-total.register_autograd(_differentiate_total, setup_context=_keep_ranks)
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return total(gradient, ctx.ranks), None
 
 
 def merge(mass: Tensor, mean: Tensor, var: Tensor, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -178,12 +203,12 @@ def statistics(mean: Tensor, var: Tensor, weights: Tensor, ranks: Ranks) -> mixi
         weights: (N, K), gates times the positions that count in each sample.
         ranks: who takes part; N may differ between them, and be 0.
     """
-    mode_mean, mode_var, mass = _Statistics.apply(mean, var, weights, ranks.number)
-    return with_share(mode_mean, mode_var, mass)
+    return with_share(*_Statistics.apply(mean, var, weights, ranks.number))
 
 
 def with_share(mode_mean: Tensor, mode_var: Tensor, mass: Tensor) -> mixing.Statistics:
     """Statistics whose shares are of the mass: nobody counts the samples of all ranks."""
+    mass = mass.detach()
     share = mass / mass.sum().clamp_min(torch.finfo(mass.dtype).tiny)
     return mixing.Statistics(mode_mean, mode_var, mass, share)
 
@@ -199,18 +224,23 @@ class _Statistics(torch.autograd.Function):
         mass, mode_mean, mode_var = merge(local.mass, local.mean, local.var, ranks)
         ctx.save_for_backward(mean, var, weights, mode_mean, mode_var, mass)
         ctx.ranks = ranks
-        ctx.mark_non_differentiable(mass)
+        ctx.set_materialize_grads(False)
         return mode_mean, mode_var, mass
 
     @staticmethod
     def backward(
-        ctx: Any, dmode_mean: Tensor, dmode_var: Tensor, _: Any
+        ctx: Any, dmode_mean: Tensor | None, dmode_var: Tensor | None, dmass: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, None]:
         mean, var, weights, mode_mean, mode_var, mass = ctx.saved_tensors
         divisor = mass.clamp_min(torch.finfo(mass.dtype).tiny)[:, None]
-        summed = total(torch.cat([dmode_mean, dmode_var]), ctx.ranks)
-        u, s = (gradient / divisor for gradient in summed.chunk(2))
+        parts = [torch.zeros_like(mode_mean) if d is None else d for d in (dmode_mean, dmode_var)]
+        if dmass is not None:  # in a double backward only
+            parts.append(dmass[:, None])
+        u, s, *rest = total(torch.cat(parts, 1), ctx.ranks).split([d.shape[1] for d in parts], 1)
+        u, s = u / divisor, s / divisor
         apart = mean[:, None] - mode_mean  # (N, K, C)
         dmean = (weights[:, :, None] * (u + 2 * s * apart)).sum(1)
         dweights = (u * apart + s * (var[:, None] + apart**2 - mode_var)).sum(2)
+        for of_mass in rest:
+            dweights = dweights + of_mass.t()
         return dmean, product(weights, s), dweights, None

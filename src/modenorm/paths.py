@@ -132,7 +132,7 @@ def _one_node(
     """Whether kernels/fused.py has this case: the paper's gate or given gates, on a GPU."""
     if not (isinstance(gates, Tensor) or (type(gates) is LinearGate and not gates._forward_hooks)):
         return False
-    if not runs_triton(x) or options.ranks is not None:
+    if not runs_triton(x):
         return False
     if options.training or estimates is None:
         return options.momentum is not None or estimates is None
@@ -157,7 +157,8 @@ def _fused_modes(
     if options.training or estimates is None:
         running = None if recomputing() else estimates
         momentum = 0.0 if options.momentum is None else options.momentum
-        training = fused.Training(options.eps, momentum, options.running_update == "usage", running)
+        usage = options.running_update == "usage"
+        training = fused.Training(options.eps, momentum, usage, running, options.ranks)
         return fused.mode_norm(x, given, gate_weight, gate_bias, weight, bias, training)
     assert gate_weight is not None
     assert gate_bias is not None
@@ -345,7 +346,7 @@ def _empty_modes(
     gates = _gates_of(gates, mean, seen, estimates)
     y = _empty_output(x, gates, weight, bias)
     if options.ranks is not None:
-        batch = exchange.statistics(mean, mean, gates[:0], options.ranks)
+        batch = exchange.statistics(mean, torch.zeros_like(mean), gates[:0], options.ranks)
         _update_running(estimates, batch, options)
         y = _empty_output(y, batch.mean, batch.var)
     return y, gates

@@ -98,7 +98,20 @@ def test_a_shape_that_is_none():
     assert "four sizes" in str(result.exception)
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/kernels.md"])
+def test_sync_command(tmp_path):
+    output = tmp_path / "sync.jsonl"
+    arguments = ["bench", "sync", "--ranks", "1", "--shape", "4x3x5x5", "--steps", "2"]
+    result = CliRunner().invoke(app, [*arguments, "-o", str(output)])
+    assert result.exit_code == 0, result.output
+    (row,) = [json.loads(line) for line in output.read_text().splitlines()]
+    assert row["ranks"] == 1
+    assert row["bytes"] == 4 * (2 * 7 + 2 * 6)
+    assert row["shared_us"] > 0
+    assert row["local_us"] > 0
+    assert row.keys() >= {"device", "torch", "commit", "date", "backend"}
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/kernels.md", "docs/scaling.md"])
 def test_pages_show_the_measured_results(name):
     page = (ROOT / name).read_text()
     assert "<!-- table" in page

@@ -105,7 +105,7 @@ class _Mix(torch.autograd.Function):
         u = -scaled * e
         s = -0.5 * scaled * inverse**2 * t
         if ctx.among is not None and any(ctx.needs_input_grad[:3]):
-            u, s = exchange.total(torch.cat([u, s]), ctx.among.ranks.number).chunk(2)
+            u, s = exchange.total(torch.cat([u, s], 1), ctx.among.ranks.number).chunk(2, 1)
         u, s = u / divisor, s / divisor
         dmean, dgates = gates @ u, torch.empty_like(gates)
         for k in range(gates.shape[1]):

@@ -1,4 +1,4 @@
-"""`modenorm bench layer|model|train`: how long norms take, beside torch's and the copy floor."""
+"""`modenorm bench layer|model|sync|train`: how long norms take, beside torch's and the floor."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from rich.table import Table
 from modenorm.lab.bench.layer import CPU_SHAPES, GPU_SHAPES, Case, measure, norm_names
 from modenorm.lab.bench.model import measure_model, model_names
 from modenorm.lab.bench.page import with_tables
+from modenorm.lab.bench.sync import SYNC_CASES, measure_sync
 from modenorm.lab.bench.train import CASES, measure_training
 from modenorm.lab.provenance import provenance
 from modenorm.lab.training.runner import choose_device
 
 app = typer.Typer(help="Measure speed and memory against torch's norms.", no_args_is_help=True)
 
-PAGES = [Path("README.md"), Path("docs/kernels.md")]
+PAGES = [Path("README.md"), Path("docs/kernels.md"), Path("docs/scaling.md")]
 LAYER_COLUMNS = {
     "device_us": "device µs",
     "to_bn": "× BN",
@@ -48,6 +49,8 @@ TRAIN_COLUMNS = {
     "log_modes_percent_of_eval": "log modes % of eval",
     "log_modes_percent_of_training": "% of training",
 }
+
+SYNC_COLUMNS = {"local_us": "own µs", "shared_us": "shared µs", "bytes": "bytes given by a rank"}
 
 
 @app.command("layer")
@@ -172,6 +175,35 @@ def page_command(
     """Rebuild the tables of README.md and docs/kernels.md from the measured results."""
     for page in pages:
         page.write_text(with_tables(page.read_text(), results))
+
+
+@app.command("sync")
+def sync_command(
+    ranks: list[int] = typer.Option([1, 2, 4], "--ranks", help="Numbers of processes."),
+    shapes: list[str] = typer.Option([], "--shape", help="N×C×H×W of every rank."),
+    modes: list[int] = typer.Option([2], "--modes", help="K, for the shapes given."),
+    steps: int = typer.Option(200, help="The fastest of this many steps counts."),
+    output: Path | None = typer.Option(None, "--output", "-o", help="JSON lines to write."),
+) -> None:
+    """A layer's training step with statistics over several processes, and with its own.
+
+    Processes on GPUs with nccl where there are enough, otherwise on the CPU with gloo.
+    """
+    cases = tuple((_shape(text), k) for text in shapes for k in modes) or SYNC_CASES
+    if any(count < 1 for count in ranks):
+        raise ValueError(f"ranks are {ranks}; each must be at least 1")
+    device = "cuda" if torch.cuda.device_count() >= max(ranks) else "cpu"
+    console = Console()
+    _report_conditions(console, device)
+    rows: list[dict[str, Any]] = []
+    for count in ranks:
+        measured = list(_with_provenance(measure_sync(count, cases, steps=steps), device))
+        for row in measured:
+            row["norm"] = f"{row['shape']} K={row['modes']}"
+        title = f"{count} ranks, {measured[0]['backend']}"
+        console.print(_table(title, measured, SYNC_COLUMNS))
+        rows += measured
+        _write(output, rows)
 
 
 def _shape(text: str) -> tuple[int, int, int, int]:
