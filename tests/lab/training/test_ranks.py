@@ -164,14 +164,15 @@ def test_a_killed_rank_and_the_restart(folder: Path, tmp_path: Path) -> None:
     with subprocess.Popen(
         command, cwd=folder / "rank0", env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
     ) as parent:
-        assert parent.stderr is not None
-        while not run.checkpoint.exists():
-            assert parent.poll() is None, parent.stderr.read()
-            time.sleep(0.01)
-        victim = rank_1_of(parent.pid)
-        assert victim is not None
-        os.kill(victim, signal.SIGKILL)
-        errors = parent.stderr.read()
+        try:
+            while not run.checkpoint.exists() and parent.poll() is None:
+                time.sleep(0.01)
+            victim = rank_1_of(parent.pid)
+            assert victim is not None
+            os.kill(victim, signal.SIGKILL)
+            _, errors = parent.communicate(timeout=120)
+        finally:
+            parent.terminate()  # torchrun then ends its ranks
     assert parent.returncode == 0, errors
     assert "exitcode: -9" in errors
     same_end(run, Run.of(recipe(**MORTAL), folder / "two"))

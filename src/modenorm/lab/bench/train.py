@@ -87,7 +87,13 @@ CASES = {
     "resnet20": TrainCase(
         {**DEEP, "model": "resnet20", "batch": 128, "augment": True}, 4, 32, 10, 391
     ),
-    "resnet18": TrainCase({**DEEP, "model": "resnet18", "batch": 256}, 1, 64, 200, 391),
+    "resnet18": TrainCase(
+        {**DEEP, "model": "resnet18", "batch": 256, "augment": True, "crop": "resized"},
+        1,
+        64,
+        200,
+        391,
+    ),
 }
 
 

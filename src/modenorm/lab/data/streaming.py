@@ -7,8 +7,10 @@ normalises. Training takes resized crops and flips, evaluation the centre.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -30,6 +32,8 @@ IMAGENET = Scaling((123.675, 116.28, 103.53), (58.395, 57.12, 57.375))
 """The published mean and standard deviation of ILSVRC12: a set this large is not measured."""
 AHEAD = 4
 """Batches that each worker prepares in advance."""
+PR_SET_PDEATHSIG = 1
+"""Linux: the signal that a process receives when its parent dies."""
 
 
 class Place(NamedTuple):
@@ -164,7 +168,7 @@ class StreamedImages:
             num_workers=self.workers,
             prefetch_factor=AHEAD if self.workers else None,
             collate_fn=_as_it_is,  # type: ignore[arg-type]
-            worker_init_fn=_ignore_interrupts,
+            worker_init_fn=_follow_the_training,
             pin_memory=self.device.type == "cuda",
             generator=torch.Generator(),  # torch's own is neither used nor changed
         )
@@ -185,8 +189,14 @@ class _Once:
         return self._batches
 
 
-def _ignore_interrupts(worker: int) -> None:
+def _follow_the_training(worker: int) -> None:
+    """Let a worker outlive neither an interrupt nor the death of its training.
+
+    A worker whose training was killed would wait forever, with the training's connections open.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the training decides when to stop
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _as_it_is(batch: Decoded) -> Decoded:

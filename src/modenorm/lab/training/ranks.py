@@ -160,7 +160,9 @@ def joined(device: torch.device) -> Iterator[Ranks]:
     ranks = started_ranks()
     if ranks.size > 1 and not distributed.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        distributed.init_process_group(backend, timeout=TIMEOUT)
+        distributed.init_process_group(
+            backend, timeout=TIMEOUT, store=_store(), rank=ranks.rank, world_size=ranks.size
+        )
         atexit.register(distributed.destroy_process_group)
     try:
         yield ranks
@@ -173,6 +175,20 @@ def joined(device: torch.device) -> Iterator[Ranks]:
             f"({str(error).splitlines()[0]}): the training goes on from its last checkpoint when "
             "all ranks are started again, as torchrun --max-restarts does"
         ) from error
+
+
+def _store() -> distributed.Store:
+    """Where ranks find each other's addresses, apart from those of killed ranks.
+
+    torchrun keeps one store for all restarts. A rank that finds an address of the time before waits
+    in vain, so each attempt has its own names. With several machines their counts of restarts may
+    differ; there torchrun makes new stores if TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
+    """
+    store, _, _ = next(distributed.rendezvous("env://", timeout=TIMEOUT))
+    if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+        return store
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return distributed.PrefixStore(f"attempt {attempt}", store)
 
 
 def _is_loss(error: RuntimeError) -> bool:
