@@ -4,22 +4,27 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint format browser test-browser test-gpu clean
+.PHONY: demo test lint docs format browser test-browser test-gpu clean
 
 demo: $(STAMP)
 	$(BIN)/modenorm demo
 
 test: lint browser
-	$(BIN)/pytest -n 2
-	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 tests/kernels
+	$(BIN)/pytest -n 2 --dist loadgroup
+	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 --dist loadgroup tests/kernels
 
-# The report's page in a real browser; where there is none and none can be installed, skipped.
+# The report's page and the documentation in a real browser; where there is none and none can be installed, skipped.
 test-browser: $(STAMP) browser
-	$(BIN)/pytest tests/lab/report/test_browser.py
+	$(BIN)/pytest tests/lab/report/test_browser.py tests/test_site.py
 
 browser:
 	@command -v chromium >/dev/null || (apt-get update -qq && apt-get install -y -qq chromium) \
 	  >/dev/null 2>&1 || echo "no chromium could be installed: the browser tests are skipped"
+
+# The documentation as a site: open site/index.html. Warnings are errors.
+docs: $(STAMP)
+	$(BIN)/sphinx-build --quiet --fresh-env --fail-on-warning -d site/.doctrees docs site
+	@echo "open site/index.html"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -37,8 +42,8 @@ test-gpu:
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet torch==2.13.0 -c constraints.txt
-	$(BIN)/pip install --quiet -c constraints.txt -e ".[lab,dev]"
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[lab,dev,docs]"
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache site

@@ -1,4 +1,6 @@
-"""One thread, one seed: every test sees the same numbers wherever it runs."""
+"""One thread, one seed: every test sees the same numbers wherever it runs. And one browser."""
+
+import shutil
 
 import pytest
 import torch
@@ -17,3 +19,28 @@ def _seed() -> None:
 def backend(request):
     with modenorm.use_backend(request.param):
         yield request.param
+
+
+QUIET = (
+    "--no-sandbox",
+    "--headless",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """A Chromium that is installed (make browser), by the package playwright."""
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
+    if chromium is None:
+        pytest.skip("no chromium on this machine")
+    sync_api = pytest.importorskip("playwright.sync_api")
+    with sync_api.sync_playwright() as playwright:
+        launched = playwright.chromium.launch(executable_path=chromium, args=list(QUIET))
+        yield launched
+        launched.close()

@@ -4,7 +4,6 @@ import copy
 import io
 import pickle
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ import modenorm
 from compare import assert_close
 from modenorm import replace_batchnorm, to_batchnorm
 from modenorm.substitutes import ModeNormAct2d, ModeNormNd
-from test_docs import code_blocks
 
 # Lazy modules say that they are new; quantization and scripting that they are old.
 LAZY = pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
@@ -199,8 +197,7 @@ def test_hooks_are_carried_over_and_can_be_removed():
 
 def test_sync_batch_norm_takes_any_rank():
     norm = trained(nn.SyncBatchNorm(3)).eval()
-    with pytest.warns(UserWarning, match="statistics over all processes.*: 0"):
-        layer = replace_batchnorm(nn.Sequential(norm).eval())["0"]
+    layer = replace_batchnorm(nn.Sequential(norm).eval())["0"]
     assert type(layer) is ModeNormNd
     for shape in ((6, 3), *INPUTS.values()):
         x = torch.randn(shape)
@@ -302,24 +299,6 @@ def test_timm_comes_back():
     replace_batchnorm(model, 1)
     assert {type(norm) for norm in to_batchnorm(model).values()} == {kind}
     assert_close(model(x), expected, 1e-12)
-
-
-@pytest.mark.parametrize("name", ["efficientnet_b0", "regnety_002", "resnet18"])
-def test_models_of_timm(name):
-    timm = pytest.importorskip("timm", exc_type=ImportError)
-    model, x = timm.create_model(name, num_classes=5).eval(), images(2, 3, 64, 64)
-    expected = model(x)
-    assert replace_batchnorm(model)
-    assert_close(model(x), expected, 1e-4)
-
-
-@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small"])
-def test_models_of_torchvision(name):
-    models = pytest.importorskip("torchvision.models", exc_type=ImportError)
-    model, x = models.get_model(name, num_classes=5).eval(), images(2, 3, 64, 64)
-    expected = model(x)
-    assert replace_batchnorm(model)
-    assert_close(model(x), expected, 1e-4)
 
 
 def test_unknown_subclasses_are_refused_by_name():
@@ -733,12 +712,3 @@ def test_conversion_warns_about_nothing_else():
         model = small_model()
         replace_batchnorm(model)
         to_batchnorm(model)
-
-
-def test_the_documentation():
-    """The blocks of the page, one after the other, in one namespace."""
-    page = Path(__file__).parents[1] / "docs" / "conversion.md"
-    blocks, namespace = code_blocks(page.read_text()), {}
-    assert len(blocks) > 5
-    for number, block in enumerate(blocks, start=1):
-        exec(compile(block, f"{page.name}, code block {number}", "exec"), namespace)

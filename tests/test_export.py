@@ -10,6 +10,7 @@ from torch import nn
 import modenorm
 from compare import LAYERS, assert_close, make_layer
 from modenorm.lab.models import create_model
+from test_zoo import create
 
 DYNAMIC_BATCH = ({0: torch.export.Dim("batch", min=1)},)
 OPSET = 18
@@ -158,22 +159,89 @@ def test_converting_a_compiled_model_compiles_it_again(fullgraph):
     assert_close(compiled(x), model(x), 1e-6)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_graph_of_a_converted_resnet():
-    model, x = converted_resnet().cuda().eval(), images(8).cuda()
+GPU = (
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+)
+WARM_UP_STEPS = 3
+
+
+def captured(function):
+    """A CUDA graph of a function and its result, after the calls that warm it up."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UP_STEPS):
+            function()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = function()
+    return graph, result
+
+
+@pytest.fixture
+def exact_convolutions():
+    """In float32, and adding in the same order each time."""
+    flags = {"enabled": True, "deterministic": True, "allow_tf32": False}
+    with torch.backends.cudnn.flags(**flags):
+        yield
+
+
+@pytest.mark.parametrize("kind", [pytest.param("cuda", marks=GPU)])
+def test_cuda_graph_of_a_converted_resnet(kind):
+    model, x = converted_resnet().to(kind).eval(), images(8).to(kind)
     with torch.no_grad():
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                model(x)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = model(x)
+        graph, y = captured(lambda: model(x))
         x.copy_(torch.randn_like(x))
         graph.replay()
         assert_close(y, model(x), 1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node")
+@pytest.mark.parametrize("kind", [pytest.param("cuda", marks=GPU)])
+@pytest.mark.parametrize("source", ["lab", "torchvision"])
+def test_cuda_graph_of_a_training_step(source, kind, exact_convolutions):
+    """Replayed steps move parameters and running estimates as plain steps do."""
+    model = (converted_resnet() if source == "lab" else converted_torchvision()).to(kind)
+    plain = copy.deepcopy(model)
+    x, labels = images(16).to(kind), torch.arange(16, device=kind) % 10
+
+    def make_step(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+        def step():
+            optimizer.zero_grad(set_to_none=True)
+            loss = nn.functional.cross_entropy(model(x), labels)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return step
+
+    plain_step = make_step(plain)
+    for _ in range(WARM_UP_STEPS):
+        plain_step()
+    graph, loss = captured(make_step(model))
+    for _ in range(4):
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        expected = plain_step()
+    # Seven steps of sums in another order, which steep gates and small variances enlarge.
+    assert_close(loss.detach(), expected.detach(), 1e-3, "loss")
+    steps = WARM_UP_STEPS + 4
+    for name, buffer in plain.named_buffers():
+        assert_close(model.get_buffer(name), buffer, 1e-3, name)
+        assert not name.endswith("num_batches_tracked") or buffer == steps, name
+    for name, parameter in plain.named_parameters():
+        assert_close(model.get_parameter(name), parameter, 1e-3, name)
+
+
+def converted_torchvision():
+    model = create("torchvision", "resnet18")
+    modenorm.replace_batchnorm(model, 2)
+    model.fc = nn.Linear(model.fc.in_features, 10)
+    return model
 
 
 def test_a_traced_model():

@@ -24,6 +24,7 @@ PUBLIC_NAMES = {
     "ModeNorm3d",
     "ModeSparsity",
     "StandardizedGate",
+    "convert_sync_modenorm",
     "freeze_statistics",
     "functional",
     "gates",

@@ -5,6 +5,7 @@ Batch norm that discovers K modes in your data and normalises each with its own 
 
 from modenorm import functional, gates, reference
 from modenorm.convert import replace_batchnorm, to_batchnorm
+from modenorm.distributed import convert_sync_modenorm
 from modenorm.gates import LinearGate, StandardizedGate
 from modenorm.kernels import use_backend
 from modenorm.layers import ModeGroupNorm, ModeNorm1d, ModeNorm2d, ModeNorm3d
@@ -25,6 +26,7 @@ __all__ = [
     "ModeNorm3d",
     "ModeSparsity",
     "StandardizedGate",
+    "convert_sync_modenorm",
     "freeze_statistics",
     "functional",
     "gates",

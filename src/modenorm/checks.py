@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from modenorm.exchange import Ranks
 from modenorm.mixing import RunningEstimates
 
 __all__ = [
@@ -27,6 +28,7 @@ class Options(NamedTuple):
     momentum: float | None = 0.1
     eps: float = 1e-5
     running_update: str = "paper"
+    ranks: Ranks | None = None  # others that share the statistics in training
 
 
 def check_input(x: Tensor) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.optim import Optimizer
 
+from modenorm.distributed import share_statistics
 from modenorm.gates import GateFactory
 from modenorm.layers import ModeNorm, ModeNorm1d, ModeNorm2d, ModeNorm3d
 from modenorm.parameters import add_gates
@@ -215,6 +217,8 @@ def _mode_norm(old: Any, name: str, num_modes: int, options: Options, fallback: 
         raise ValueError(f"{name or 'the norm'} can't become a mode norm: {error}") from None
     if isinstance(layer, ModeNormAct2d):
         layer.batchnorm_class = type(old)
+    if isinstance(old, nn.SyncBatchNorm):
+        share_statistics(layer, old.process_group, name)
     _take_parameters(old, layer)
     if not lazy:
         _take_statistics(old, layer)
@@ -248,13 +252,6 @@ def _take_statistics(old: Any, layer: ModeNorm) -> None:
 
 
 def _warn_about(found: dict[nn.Module, str], model: nn.Module, mention_left: bool) -> None:
-    synced = [name for module, name in found.items() if isinstance(module, nn.SyncBatchNorm)]
-    if synced:
-        warnings.warn(
-            f"these norms took their statistics over all processes, and now take them over one: "
-            f"{listed(synced)}. Each process needs batches large enough for its modes",
-            stacklevel=3,
-        )
     still = [
         name
         for m, name in found.items()
@@ -309,7 +306,10 @@ def _batch_norm(layer: Any) -> nn.Module:
     """The batch norm that does in evaluation what this layer does."""
     tensors = (layer.weight, layer.running_mean, *layer.gate.parameters())
     like = next((t for t in tensors if t is not None), torch.empty(0))
-    make: Any = getattr(layer, "batchnorm_class", None) or SOURCES[type(layer)]
+    make: Any = getattr(layer, "batchnorm_class", None)
+    if make is None and layer.ranks is not None:
+        make = partial(nn.SyncBatchNorm, process_group=layer.ranks.group)
+    make = make or SOURCES[type(layer)]
     norm = make(
         layer.num_features,
         eps=layer.eps,

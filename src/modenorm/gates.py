@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from modenorm.buffers import Float32Buffers, recomputing, running_dtype
+from modenorm.exchange import Ranks, in_use, statistics
 from modenorm.mixing import product
 
 __all__ = ["LinearGate", "StandardizedGate", "make_gate"]
@@ -91,6 +92,7 @@ class StandardizedGate(Float32Buffers, LinearGate):
 
     running_mean: Tensor
     running_var: Tensor
+    ranks: Ranks | None = None
 
     def __init__(
         self,
@@ -119,20 +121,35 @@ class StandardizedGate(Float32Buffers, LinearGate):
 
     def forward(self, features: Tensor) -> Tensor:
         """Logits of each sample's modes."""
-        if self.training and not self.statistics_frozen and features.shape[0] > 1:
-            var, mean = torch.var_mean(features, 0, correction=0)
-            if not recomputing():
-                self._update(mean, var)
-        else:
-            mean, var = self.running_mean.to(features), self.running_var.to(features)
+        mean, var = self.running_mean.to(features), self.running_var.to(features)
+        if self.training and not self.statistics_frozen:
+            ranks = in_use(self.ranks)
+            if ranks is not None:
+                mean, var = self._over_ranks(features, ranks, mean, var)
+            elif features.shape[0] > 1:
+                var, mean = torch.var_mean(features, 0, correction=0)
+                self._update(mean, var, True)
         return super().forward((features - mean) * torch.rsqrt(var + self.eps))
 
+    def _over_ranks(
+        self, features: Tensor, ranks: Ranks, mean: Tensor, var: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The features' statistics over all ranks; the running ones if there is one sample only."""
+        batch = statistics(
+            features, torch.zeros_like(features), torch.ones_like(features[:, :1]), ranks
+        )
+        several = batch.mass > 1
+        self._update(batch.mean[0], batch.var[0], several)
+        return torch.where(several, batch.mean[0], mean), torch.where(several, batch.var[0], var)
+
     @torch.no_grad()
-    def _update(self, mean: Tensor, var: Tensor) -> None:
-        finite = torch.isfinite(mean).all() & torch.isfinite(var).all()
+    def _update(self, mean: Tensor, var: Tensor, several: Tensor | bool) -> None:
+        if recomputing():
+            return
+        usable = torch.isfinite(mean).all() & torch.isfinite(var).all() & several
         for running, batch in ((self.running_mean, mean), (self.running_var, var)):
             moved = torch.lerp(running, batch.to(running), self.momentum)
-            running.copy_(torch.where(finite, moved, running))
+            running.copy_(torch.where(usable, moved, running))
 
 
 GateFactory = Callable[[int, int], nn.Module]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from modenorm.buffers import Float32Buffers, running_dtype
 from modenorm.checks import Options, check_choice, check_count, check_eps, check_options
+from modenorm.exchange import Ranks, in_use
 from modenorm.gates import GateFactory, make_gate
 from modenorm.mixing import RunningEstimates
 from modenorm.paths import normalize_channels, normalize_modes
@@ -30,6 +31,8 @@ class ModeNorm(Float32Buffers):
 
     _version = 1
     _ranks: tuple[int, ...] = ()
+    ranks: Ranks | None = None
+    """Who shares the statistics; set by `convert_sync_modenorm`."""
 
     gate: nn.Module
     weight: nn.Parameter | None
@@ -137,7 +140,8 @@ class ModeNorm(Float32Buffers):
                 f" one row per sample, one column per mode"
             )
         training = self.training and not (self.statistics_frozen and estimates is not None)
-        options = Options(training, self.momentum, self.eps, self.running_update)
+        ranks = in_use(self.ranks) if training else None
+        options = Options(training, self.momentum, self.eps, self.running_update, ranks)
         y, used = normalize_modes(
             x,
             self.gate if gates is None else gates,
@@ -175,6 +179,8 @@ class ModeNorm(Float32Buffers):
             text += ", per_mode_affine=True"
         if self.running_update != "paper":
             text += f", running_update={self.running_update!r}"
+        if self.ranks is not None:
+            text += ", synchronized=True"
         return text
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:

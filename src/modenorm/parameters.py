@@ -39,7 +39,7 @@ def norm_parameters(model: nn.Module) -> NormParameters:
         model: any model; norms of torch count as norms too.
 
     Returns:
-        `norms`, `gates` and `others`: three dicts from parameter name to parameter.
+        `norms`, `gates` and `others`, three dicts from parameter name to parameter.
 
     Example:
         >>> import torch, modenorm

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from modenorm import mixing, reference
+from modenorm import exchange, mixing, reference
 from modenorm.buffers import recomputing
 from modenorm.checks import (
     Options,
@@ -50,11 +50,9 @@ def normalize_modes(
     mask = None if mask is None else as_mask(mask, x)
     with _full_precision(x):
         if x.numel() == 0:
-            seen = x if isinstance(gates, Tensor) else x[:0]  # a gate learns nothing from no data
-            gates = _gates_of(gates, x.new_zeros(seen.shape[:2]), seen, estimates)
-            return _empty_output(x, gates, weight, bias), gates
+            return _empty_modes(x, gates, estimates, weight, bias, options)
         from_batch = options.training or estimates is None
-        if from_batch and x.numel() == x.shape[1]:
+        if from_batch and x.numel() == x.shape[1] and options.ranks is None:
             raise ValueError(
                 f"a batch of shape {tuple(x.shape)} has one value per channel, so no variance; "
                 f"use more samples or positions, or call eval() on a layer with running estimates"
@@ -68,15 +66,19 @@ def normalize_modes(
             return _fused_modes(x, gates, estimates, weight, bias, options)
         if not from_batch and isinstance(gates, Tensor):
             return _without_moments(x, gates, estimates, weight, bias, options, backend)
-        if from_batch and mask is None and _compiled_on_gpu(x, gates):
+        if from_batch and mask is None and options.ranks is None and _compiled_on_gpu(x, gates):
             return _compiled_modes(x, gates, estimates, weight, bias, options)
         mean, var, counts, affine = _moments(x, backend, mask, with_var=from_batch)
         gates = _gates_of(gates, mean, x, estimates)
         if backend == "fused" and from_batch:
             assert var is not None
-            scale, shift, batch = mixing_node.mix(mean, var, gates, weight, bias, options.eps)
+            scale, shift, batch = mixing_node.mix(
+                mean, var, gates, weight, bias, options.eps, options.ranks, _positions(x)
+            )
             _update_running(estimates, batch, options)
             return affine(mean.detach(), scale, shift), gates
+        if counts is None and options.ranks is not None:
+            counts = gates.new_tensor(_positions(x)).expand(x.shape[0])
         mode_mean, mode_var = _mode_moments(mean, var, counts, gates, estimates, options)
         scale, shift = mixing.coefficients(
             mode_mean, mode_var, gates, mean, weight, bias, options.eps
@@ -155,7 +157,8 @@ def _fused_modes(
     if options.training or estimates is None:
         running = None if recomputing() else estimates
         momentum = 0.0 if options.momentum is None else options.momentum
-        training = fused.Training(options.eps, momentum, options.running_update == "usage", running)
+        usage = options.running_update == "usage"
+        training = fused.Training(options.eps, momentum, usage, running, options.ranks)
         return fused.mode_norm(x, given, gate_weight, gate_bias, weight, bias, training)
     assert gate_weight is not None
     assert gate_bias is not None
@@ -220,7 +223,11 @@ def _mode_moments(
     if estimates is not None and not options.training:
         return estimates.mean.to(gates.dtype), estimates.var.to(gates.dtype)
     assert var is not None
-    batch = mixing.batch_statistics(mean, var, gates, counts)
+    if options.ranks is None:
+        batch = mixing.batch_statistics(mean, var, gates, counts)
+    else:
+        assert counts is not None
+        batch = exchange.statistics(mean, var, gates * counts[:, None], options.ranks)
     _update_running(estimates, batch, options)
     return batch.mean, batch.var
 
@@ -265,6 +272,8 @@ def _reference_modes(
     options: Options,
     mask: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
+    if options.ranks is not None:
+        raise ValueError('the "reference" backend sees one process only; use "eager"')
     pooled = plain.moments(x, False)[0] if mask is None else plain.masked_moments(x, mask)[0]
     gates = _gates_of(gates, pooled, x, estimates)
     momentum = options.momentum
@@ -323,6 +332,26 @@ def _features_for(gate: Gate, pooled: Tensor) -> Tensor:
     return pooled
 
 
+def _empty_modes(
+    x: Tensor,
+    gates: Tensor | Gate,
+    estimates: RunningEstimates | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    options: Options,
+) -> tuple[Tensor, Tensor]:
+    """No values: an empty output, and nothing to tell other ranks, who are told so."""
+    seen = x if isinstance(gates, Tensor) else x[:0]  # a gate learns nothing from no data
+    mean, _ = plain.moments(x[:0], with_var=False)
+    gates = _gates_of(gates, mean, seen, estimates)
+    y = _empty_output(x, gates, weight, bias)
+    if options.ranks is not None:
+        batch = exchange.statistics(mean, torch.zeros_like(mean), gates[:0], options.ranks)
+        _update_running(estimates, batch, options)
+        y = _empty_output(y, batch.mean, batch.var)
+    return y, gates
+
+
 def _empty_output(x: Tensor, *used: Tensor | None) -> Tensor:
     """An empty output that still hands zero gradients to everything that a full one would."""
     y = x.clone()
@@ -330,6 +359,10 @@ def _empty_output(x: Tensor, *used: Tensor | None) -> Tensor:
         if tensor is not None:
             y = y + tensor.sum().to(y.dtype)
     return y
+
+
+def _positions(x: Tensor) -> int:
+    return x.shape[2:].numel()
 
 
 def _cast(dtype: torch.dtype, parameter: Tensor | None) -> Tensor | None:

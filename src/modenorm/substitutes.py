@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from modenorm.gates import GateFactory, make_gate
+from modenorm.gates import GateFactory, StandardizedGate, make_gate
 from modenorm.layers import ModeNorm, ModeNorm1d, ModeNorm2d, ModeNorm3d
 
 __all__ = ["LazyModeNorm1d", "LazyModeNorm2d", "LazyModeNorm3d", "ModeNormAct2d", "ModeNormNd"]
@@ -119,6 +119,8 @@ class _LazyModeNorm(LazyModuleMixin, ModeNorm):
             device, dtype = self.weight.device, self.weight.dtype
         self.gate = make_gate(gate, num_features, self.num_modes, device, dtype)
         self.gate.train(self.training)
+        if isinstance(self.gate, StandardizedGate):
+            self.gate.ranks = self.ranks
         self._reset_own()
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:

@@ -49,6 +49,35 @@ def test_model_command(tmp_path):
     assert rows[1]["to_bn"] == pytest.approx(rows[1]["step_us"] / rows[0]["step_us"])
 
 
+def test_train_command(tmp_path):
+    output = tmp_path / "train.jsonl"
+    arguments = ["bench", "train", "--model", "lenet", "--batch", "4", "--parallel", "2"]
+    arguments += ["--images", "40", "--steps", "48", "--rounds", "1", "--device", "cpu"]
+    result = CliRunner().invoke(app, [*arguments, "-o", str(output)])
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [(row["norm"], row["parallel"], row["batch"]) for row in rows] == [
+        ("bn", 2, 4),
+        ("mn2", 2, 4),
+    ]
+    for row in rows:
+        assert row["images_per_s"] == pytest.approx(4e6 / row["step_us"])
+        assert row["eval_us"] > 0
+        assert row.keys() >= {"device", "torch", "commit", "date", "record_gates_percent"}
+    assert rows[1]["speed_to_first"] == pytest.approx(rows[0]["step_us"] / rows[1]["step_us"])
+    table = with_tables("<!-- table train train.jsonl --><!-- end -->", tmp_path)
+    assert f"| MN K=2 | {rows[1]['step_us']:.0f} |" in table
+
+
+def test_train_command_refuses(tmp_path):
+    for arguments, message in (
+        (["--model", "alexnet"], "unknown model 'alexnet': expected lenet"),
+        (["--steps", "10", "--device", "cpu"], "steps is 10, but must exceed 32"),
+    ):
+        result = CliRunner().invoke(app, ["bench", "train", *arguments])
+        assert message in str(result.exception)
+
+
 def test_a_wrong_kernel_is_not_timed(monkeypatch):
     forward = modenorm.ModeNorm2d.forward
     monkeypatch.setattr(modenorm.ModeNorm2d, "forward", lambda self, x: forward(self, x) * 1.01)
@@ -69,7 +98,20 @@ def test_a_shape_that_is_none():
     assert "four sizes" in str(result.exception)
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/kernels.md"])
+def test_sync_command(tmp_path):
+    output = tmp_path / "sync.jsonl"
+    arguments = ["bench", "sync", "--ranks", "1", "--shape", "4x3x5x5", "--steps", "2"]
+    result = CliRunner().invoke(app, [*arguments, "-o", str(output)])
+    assert result.exit_code == 0, result.output
+    (row,) = [json.loads(line) for line in output.read_text().splitlines()]
+    assert row["ranks"] == 1
+    assert row["bytes"] == 4 * (2 * 7 + 2 * 6)
+    assert row["shared_us"] > 0
+    assert row["local_us"] > 0
+    assert row.keys() >= {"device", "torch", "commit", "date", "backend"}
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/kernels.md", "docs/scaling.md"])
 def test_pages_show_the_measured_results(name):
     page = (ROOT / name).read_text()
     assert "<!-- table" in page

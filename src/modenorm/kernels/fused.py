@@ -3,7 +3,8 @@
 Forward: moments, gates, statistics, coefficients, apply. Backward: reduce, modes, samples, apply,
 parameters. Kept for backward: x and arrays of (N, C), (N, K) and (K, C). A plan holds the launches
 for one set of sizes, so that a call does little more than allocate and launch. A double backward
-repeats the forward in plain operators.
+repeats the forward in plain operators. With other ranks, the statistics and their gradients are
+exchanged between two launches, and the running estimates are updated afterwards.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from modenorm import mixing
+from modenorm import exchange, mixing
+from modenorm.exchange import Ranks
 from modenorm.kernels import plain
 from modenorm.kernels.gpu import Geometry, Passes
 from modenorm.kernels.gpu_mixing import Mixing
@@ -42,6 +44,7 @@ class Training(NamedTuple):
     momentum: float
     usage: bool
     running: RunningEstimates | None  # updated in place; None: no update
+    ranks: Ranks | None = None
 
 
 def mode_norm(
@@ -123,7 +126,7 @@ class _Plan(PlanMemory):
     ) -> None:
         super().__init__(direct)
         samples, channels, positions = geometry[:3]
-        self.num_modes, self.num_samples = num_modes, samples
+        self.num_modes, self.num_samples, self.num_positions = num_modes, samples, positions
         self.passes = Passes(geometry, direct)
         self.mixing = Mixing(
             samples,
@@ -176,7 +179,7 @@ class _ModeNorm(torch.autograd.Function):
         training: Training,
     ) -> tuple[Tensor, Tensor]:
         inputs = (x, gates, gate_weight, gate_bias, weight, bias)
-        running = training.running
+        running = training.running if training.ranks is None else None
         given = gates if gates is not None else gate_weight
         assert given is not None
         num_modes = given.shape[1] if gates is not None else given.shape[0]
@@ -223,6 +226,8 @@ class _ModeNorm(torch.autograd.Function):
                 mode_var,
                 mass,
             )
+            if training.ranks is not None:
+                _merge(plan.kept.tensors(kept)[2:], plan.num_positions, training)
             mix.coefficients(
                 stream,
                 mean,
@@ -237,7 +242,7 @@ class _ModeNorm(torch.autograd.Function):
             plan.passes.apply(stream, x, mean, scale, shift, y)
             plan.warm.add("forward")
         ctx.save_for_backward(*inputs, used, kept)
-        ctx.eps, ctx.plan = training.eps, plan
+        ctx.eps, ctx.plan, ctx.ranks = training.eps, plan, training.ranks
         ctx.set_materialize_grads(False)
         return y, used
 
@@ -246,7 +251,7 @@ class _ModeNorm(torch.autograd.Function):
         *inputs, used, kept = ctx.saved_tensors
         x, gates, gate_weight, gate_bias, weight, bias = inputs
         if torch.is_grad_enabled() or dy is None:
-            forward = partial(_plain_forward, eps=ctx.eps)
+            forward = partial(_plain_forward, eps=ctx.eps, ranks=ctx.ranks)
             return (*plain.differentiate(forward, inputs, ctx.needs_input_grad, (dy, dused)), None)
         with on_device(x) as stream:
             plan, stage = ctx.plan, "backward" if dused is None else "backward with gates"
@@ -278,6 +283,8 @@ class _ModeNorm(torch.autograd.Function):
                 dweight if per_mode else dweights,
                 pointer(dbias, mean),
             )
+            if ctx.ranks is not None and any(ctx.needs_input_grad[:4]):
+                _sum(plan.backward.tensors(memory)[3:5], plan.kept.tensors(kept)[4], ctx.ranks)
             samples = mix.samples_backward if dused is None else mix.samples_backward_extra
             samples(
                 stream,
@@ -313,6 +320,29 @@ class _ModeNorm(torch.autograd.Function):
         return dx, dgates, dgate_weight, dgate_bias, dweight, dbias, None
 
 
+def _merge(statistics: list[Tensor], num_positions: int, training: Training) -> None:
+    """Replace this rank's mean, variance and mass of the modes by those of all ranks."""
+    assert training.ranks is not None
+    mode_mean, mode_var, mass = statistics
+    merged = exchange.merge(mass * num_positions, mode_mean, mode_var, training.ranks.number)
+    mass.copy_(merged[0] / num_positions)
+    mode_mean.copy_(merged[1])
+    mode_var.copy_(merged[2])
+    if training.running is not None:
+        batch = exchange.with_share(mode_mean, mode_var, mass)
+        update = "usage" if training.usage else "paper"
+        mixing.update_running(training.running, batch, training.momentum, update)
+
+
+def _sum(gradients: list[Tensor], mass: Tensor, ranks: Ranks) -> None:
+    """Sum the gradients of the statistics, which the kernel has divided by the mass."""
+    u, s = gradients
+    divisor = mass.clamp_min(torch.finfo(mass.dtype).tiny)[:, None]
+    both = exchange.total(torch.cat([u, s], 1) * divisor, ranks.number) / divisor
+    u.copy_(both[:, : u.shape[1]])
+    s.copy_(both[:, u.shape[1] :])
+
+
 def _running_kind(running: RunningEstimates | None, usage: bool) -> tuple[bool, bool, bool, bool]:
     if running is None:
         return False, False, False, False
@@ -327,6 +357,7 @@ def _plain_forward(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
+    ranks: Ranks | None,
 ) -> tuple[Tensor, Tensor]:
     mean, var = plain.moments(x)
     assert var is not None
@@ -334,6 +365,9 @@ def _plain_forward(
         assert gate_weight is not None
         assert gate_bias is not None
         gates = torch.softmax(mean @ gate_weight.t() + gate_bias, dim=1)
-    batch = mixing.batch_statistics(mean, var, gates)
+    if ranks is None:
+        batch = mixing.batch_statistics(mean, var, gates)
+    else:
+        batch = exchange.statistics(mean, var, gates * x.shape[2:].numel(), ranks)
     scale, shift = mixing.coefficients(batch.mean, batch.var, gates, mean, weight, bias, eps)
     return plain.apply(x, mean, scale, shift), gates

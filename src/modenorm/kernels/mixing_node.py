@@ -9,12 +9,13 @@ Letters and formulas as in docs/math.md.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from modenorm import mixing
+from modenorm import exchange, mixing
+from modenorm.exchange import Ranks
 from modenorm.kernels.plain import differentiate
 
 __all__ = ["mix"]
@@ -27,10 +28,25 @@ def mix(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
+    ranks: Ranks | None = None,
+    positions: int = 1,
 ) -> tuple[Tensor, Tensor, mixing.Statistics]:
-    """Scale and shift (N, C) around the mean as a constant centre, and the batch's statistics."""
-    scale, shift, mode_mean, mode_var, mass = _Mix.apply(mean, var, gates, weight, bias, eps)
+    """Scale and shift (N, C) around the mean as a constant centre, and the batch's statistics.
+
+    With ranks the statistics are those of all, each sample weighted by its number of positions.
+    """
+    among = None if ranks is None else _Among(ranks, positions)
+    scale, shift, mode_mean, mode_var, mass = _Mix.apply(mean, var, gates, weight, bias, eps, among)
+    if among is not None:
+        return scale, shift, exchange.with_share(mode_mean, mode_var, mass)
     return scale, shift, mixing.Statistics(mode_mean, mode_var, mass, mass / gates.shape[0])
+
+
+class _Among(NamedTuple):
+    """The ranks that share the statistics, and what a sample of this one weighs."""
+
+    ranks: Ranks
+    positions: int
 
 
 class _Mix(torch.autograd.Function):
@@ -43,6 +59,7 @@ class _Mix(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         eps: float,
+        among: _Among | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         mass = gates.sum(0)
         weights = (gates / mass.clamp_min(torch.finfo(gates.dtype).tiny)).t()  # (K, N)
@@ -50,6 +67,11 @@ class _Mix(torch.autograd.Function):
         mode_var = weights @ var
         for k, row in enumerate(weights):
             mode_var[k] += row @ (mean - mode_mean[k]).square_()
+        if among is not None:
+            mass, mode_mean, mode_var = exchange.merge(
+                mass * among.positions, mode_mean, mode_var, among.ranks.number
+            )
+            mass = mass / among.positions
         inverse = _scaled(mode_var, weight, eps)
         shift = torch.zeros_like(mean)
         for k in range(gates.shape[1]):
@@ -57,7 +79,7 @@ class _Mix(torch.autograd.Function):
         if bias is not None:
             shift += gates @ bias if bias.ndim == 2 else bias
         ctx.save_for_backward(mean, var, gates, weight, bias, mode_mean, mode_var, mass)
-        ctx.eps = eps
+        ctx.eps, ctx.among = eps, among
         ctx.mark_non_differentiable(mode_mean, mode_var, mass)
         ctx.set_materialize_grads(False)
         return gates @ inverse, shift, mode_mean, mode_var, mass
@@ -69,9 +91,9 @@ class _Mix(torch.autograd.Function):
         *inputs, mode_mean, mode_var, mass = ctx.saved_tensors
         mean, var, gates, weight, bias = inputs
         if torch.is_grad_enabled():
-            forward = partial(_plain_mix, eps=ctx.eps)
+            forward = partial(_plain_mix, eps=ctx.eps, among=ctx.among)
             found = differentiate(forward, inputs, ctx.needs_input_grad, (dscale, dshift))
-            return (*found, None)
+            return (*found, None, None)
         a = torch.zeros_like(mean) if dscale is None else dscale
         d = torch.zeros_like(mean) if dshift is None else dshift
         divisor = mass.clamp_min(torch.finfo(mass.dtype).tiny)[:, None]
@@ -80,8 +102,11 @@ class _Mix(torch.autograd.Function):
         t, e = gates.t() @ a, gates.t() @ d  # (K, C)
         for k in range(gates.shape[1]):
             t[k] += gates[:, k] @ (mean - mode_mean[k]).mul_(d)
-        u = -scaled * e / divisor
-        s = -0.5 * scaled * inverse**2 * t / divisor
+        u = -scaled * e
+        s = -0.5 * scaled * inverse**2 * t
+        if ctx.among is not None and any(ctx.needs_input_grad[:3]):
+            u, s = exchange.total(torch.cat([u, s], 1), ctx.among.ranks.number).chunk(2, 1)
+        u, s = u / divisor, s / divisor
         dmean, dgates = gates @ u, torch.empty_like(gates)
         for k in range(gates.shape[1]):
             apart = mean - mode_mean[k]
@@ -103,6 +128,7 @@ class _Mix(torch.autograd.Function):
             None if weight is None else dweight,
             None if bias is None else dbias,
             None,
+            None,
         )
 
 
@@ -119,7 +145,11 @@ def _plain_mix(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
+    among: _Among | None,
 ) -> tuple[Tensor, Tensor]:
-    batch = mixing.batch_statistics(mean, var, gates)
+    if among is None:
+        batch = mixing.batch_statistics(mean, var, gates)
+    else:
+        batch = exchange.statistics(mean, var, gates * among.positions, among.ranks)
     centre = mean.detach()
     return mixing.coefficients(batch.mean, batch.var, gates, centre, weight, bias, eps)

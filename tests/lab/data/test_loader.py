@@ -75,7 +75,7 @@ def slow_batch(source: ImageSet, stream: SampleStream, step: int, scaling: Scali
     std = torch.tensor(scaling.std, dtype=torch.float64).view(3, 1, 1)
     batch = []
     for values in zip(*(values[0] for values in stream.draw(step, step + 1)), strict=True):
-        sample, dy, dx, flip = map(int, values)
+        sample, dy, dx, flip, *_ = map(int, values)
         image = torch.zeros(3, height + 2 * PADDING, width + 2 * PADDING, dtype=torch.uint8)
         image[:, PADDING:-PADDING, PADDING:-PADDING] = source.images[sample]
         y, x = (dy, dx) if stream.augment else (PADDING, PADDING)
@@ -129,3 +129,42 @@ def test_evaluation_sees_every_sample_once_in_order(padding: int, channels_last:
     images = torch.cat([batch.images for batch in batches])
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in data.scaling)
     torch.testing.assert_close(images, (source.images - mean) / std, rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_resized_crops_on_the_device(channels_last: bool) -> None:
+    source = make_images(30, 9, 8)
+    data = DeviceImages(source, CPU, channels_last=channels_last)
+    stream = SampleStream(30, 8, 0, augment=True, resized=(9, 8))
+    loader = Loader(data, stream, capacity=8)
+    loader.load(2, 8)
+    (everything,) = data.batches(30)
+    for step in range(2, 8):
+        images, labels = loader.next_batch()
+        draws = stream.draw(step, step + 1)
+        assert torch.equal(labels, source.labels[draws.sample[0]])
+        format = torch.channels_last if channels_last else torch.contiguous_format
+        assert images.is_contiguous(memory_format=format)
+        for n, values in enumerate(zip(*(values[0] for values in draws), strict=True)):
+            sample, y, x, flip, height, width = map(int, values)
+            part = everything.images[sample, None, :, y : y + height, x : x + width]
+            wanted = torch.nn.functional.interpolate(part, (9, 8), mode="bilinear")[0]
+            # float32 of numbers up to 4, interpolated
+            torch.testing.assert_close(
+                images[n], wanted.flip(2) if flip else wanted, rtol=0, atol=1e-5
+            )
+
+
+@pytest.mark.parametrize("resized", [None, (6, 5)])
+def test_parts_of_batches_are_all_of_them(resized: tuple[int, int] | None) -> None:
+    source = make_images(30)
+    data = DeviceImages(source, CPU, padding=0 if resized else PADDING)
+    stream = SampleStream(30, 7, 0, augment=True, resized=resized)
+    parts = (slice(None), slice(0, 2), slice(2, 7))
+    loaders = [Loader(data, stream, 3, part) for part in parts]
+    for loader in loaders:
+        loader.load(0, 3)
+    for _ in range(3):
+        (images, labels), *others = (loader.next_batch() for loader in loaders)
+        assert torch.equal(images, torch.cat([other[0] for other in others]))
+        assert torch.equal(labels, torch.cat([other[1] for other in others]))

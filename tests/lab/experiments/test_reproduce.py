@@ -202,3 +202,10 @@ def test_pages_are_rebuilt(command: Command) -> None:
     page.write_text("# Page\n\n<!-- results table1 --> <!-- end -->\n")
     assert command("pages") == (0, "", "")
     assert "| LeNet, N=8 | BN | 20.00 ± 1.00 | 12.34 | 13.00 | 1 |" in page.read_text()
+
+
+def test_only_some_runs(command: Command) -> None:
+    code, out, _ = command("table1", "--seeds", "2", "--only", "-mn2-", "--dry-run", *WHERE)
+    assert code == 0
+    assert out.count("-mn2-") == 2
+    assert "-bn-" not in out

@@ -4,7 +4,6 @@ Needs the package playwright and a Chromium that is installed (make test-browser
 """
 
 import json
-import shutil
 
 import pytest
 import torch
@@ -15,29 +14,7 @@ import modenorm
 from modenorm.lab.data import ImageSet
 from modenorm.lab.report import Page, make_gallery, read_records, write_page
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
-ARGUMENTS = (
-    "--no-sandbox",
-    "--headless",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
 EVIL = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
-
-
-@pytest.fixture(scope="module")
-def browser():
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=list(ARGUMENTS))
-        yield launched
-        launched.close()
 
 
 @pytest.fixture(scope="module")

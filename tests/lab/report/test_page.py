@@ -73,9 +73,9 @@ def test_means_over_seeds(runs):
 
 
 def test_the_papers_number_stands_beside_ours(runs):
-    paper = [PaperNumber("Table 9", 42.17, {"norm": "mn", "modes": 3}, "top_error")]
+    paper = [PaperNumber("Table 9", 42.17, {"norm": "mn", "modes": 3})]
     text = text_of(render(read_records([runs]), Page(paper=paper)))
-    assert "42.17 Table 9, compare lowest" in text
+    assert "42.17 Table 9" in text
 
 
 def test_experiments_and_variants_are_named_by_what_differs(tmp_path):

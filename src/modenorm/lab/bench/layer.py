@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import modenorm
 from modenorm import reference
 from modenorm.lab.bench.loop import LoopModeNorm
+from modenorm.lab.bench.names import split_name
 from modenorm.lab.bench.timing import device_time, peak_memory, wall_time
 
 __all__ = ["CPU_SHAPES", "GPU_SHAPES", "Case", "measure", "norm_names"]
@@ -68,9 +69,9 @@ class Case:
             "mgn": lambda k: modenorm.ModeGroupNorm(channels, k),
             "loop": lambda k: LoopModeNorm(channels, k),
         }
-        kind = name.rstrip("0123456789")
+        kind, count = split_name(name)
         torch.manual_seed(0)
-        return makers[kind](int(name[len(kind) :] or 1)).to(self.device)
+        return makers[kind](count).to(self.device)
 
 
 def norm_names(modes: Iterable[int], loop: bool = True) -> list[str]:

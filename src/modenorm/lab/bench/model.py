@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import modenorm
+from modenorm.lab.bench.names import split_name
 from modenorm.lab.bench.timing import peak_memory, wall_time
 from modenorm.lab.models import create_model
 
@@ -67,8 +68,7 @@ def measure_model(
 
 
 def _network(name: str, norm: str) -> nn.Module:
-    kind = norm.rstrip("0123456789")
-    modes = int(norm[len(kind) :] or 1)
+    kind, modes = split_name(norm)
     torch.manual_seed(0)
     if name != "resnet50":
         model = create_model(name, num_classes=1000, norm=kind, modes=modes)

@@ -1,4 +1,4 @@
-"""The tables of README.md and docs/kernels.md, built from results/bench_*.jsonl and never typed."""
+"""The tables of the pages, built from results/bench_*.jsonl and never typed."""
 
 from __future__ import annotations
 
@@ -118,11 +118,54 @@ def _model_table(rows: list[Row]) -> str:
     return _markdown(header, lines) + "\n\n" + _conditions(rows)
 
 
+def _sync_table(rows: list[Row]) -> str:
+    """One layer's step on each of several ranks, with statistics of its own and of all."""
+    header = ["tensor of a rank", "K", "ranks", "bytes given by a rank", "own µs", "shared µs"]
+    header.append("exchange µs")
+    lines = [
+        [
+            row["shape"].replace("x", "×"),
+            str(row["modes"]),
+            str(row["ranks"]),
+            str(row["bytes"]),
+            _us(row["local_us"]),
+            _us(row["shared_us"]),
+            _us(row["shared_us"] - row["local_us"]),
+        ]
+        for row in rows
+    ]
+    about = rows[0]
+    busy = f"{about['load']:.0f} processes of others on {about['cores']} cores"
+    return _markdown(header, lines) + f"\n\n{about['backend']}, {busy}; " + _conditions(rows)
+
+
+def _train_table(rows: list[Row]) -> str:
+    """Trainings of the laboratory, and what watching their modes costs."""
+    header = ["training", "norm", "step µs", "images/s", "speed × first", "record_gates, % of eval"]
+    header += ["mode log, % of training"]
+    lines = [
+        [
+            f"{row['model']}, N={row['batch']}, {row['size']}², {row['dtype']}, "
+            f"{row['parallel']} side by side",
+            _name(row["norm"]),
+            _us(row["step_us"]),
+            f"{row['images_per_s']:.0f}",
+            _ratio(row["speed_to_first"]),
+            _ratio(row["record_gates_percent"]),
+            _ratio(row["log_modes_percent_of_training"]),
+        ]
+        for row in rows
+    ]
+    return _markdown(header, lines) + "\n\n" + _conditions(rows)
+
+
 TABLES: dict[str, Callable[[list[Row]], str]] = {
     "layer": _layer_table,
     "eager": _eager_table,
     "headline": _headline_table,
     "model": _model_table,
+    "sync": _sync_table,
+    "train": _train_table,
 }
 
 

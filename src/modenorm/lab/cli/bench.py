@@ -1,7 +1,8 @@
-"""`modenorm bench layer|model`: how long norms take, beside torch's and the copy floor."""
+"""`modenorm bench layer|model|sync|train`: how long norms take, beside torch's and the floor."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,11 +16,14 @@ from rich.table import Table
 from modenorm.lab.bench.layer import CPU_SHAPES, GPU_SHAPES, Case, measure, norm_names
 from modenorm.lab.bench.model import measure_model, model_names
 from modenorm.lab.bench.page import with_tables
+from modenorm.lab.bench.sync import SYNC_CASES, measure_sync
+from modenorm.lab.bench.train import CASES, measure_training
 from modenorm.lab.provenance import provenance
+from modenorm.lab.training.runner import choose_device
 
 app = typer.Typer(help="Measure speed and memory against torch's norms.", no_args_is_help=True)
 
-PAGES = [Path("README.md"), Path("docs/kernels.md")]
+PAGES = [Path("README.md"), Path("docs/kernels.md"), Path("docs/scaling.md")]
 LAYER_COLUMNS = {
     "device_us": "device µs",
     "to_bn": "× BN",
@@ -36,6 +40,17 @@ MODEL_COLUMNS = {
     "images_per_s": "images/s",
     "memory_to_bn": "memory × BN",
 }
+TRAIN_COLUMNS = {
+    "step_us": "step µs",
+    "images_per_s": "images/s",
+    "speed_to_first": "speed × first",
+    "eval_us": "eval µs",
+    "record_gates_percent": "record_gates % of eval",
+    "log_modes_percent_of_eval": "log modes % of eval",
+    "log_modes_percent_of_training": "% of training",
+}
+
+SYNC_COLUMNS = {"local_us": "own µs", "shared_us": "shared µs", "bytes": "bytes given by a rank"}
 
 
 @app.command("layer")
@@ -111,6 +126,47 @@ def model_command(
             _write(output, rows)
 
 
+@app.command("train")
+def train_command(
+    models: list[str] = typer.Option(list(CASES), "--model", help=f"Of {', '.join(CASES)}."),
+    norms: list[str] = typer.Option(["bn", "mn2"], "--norm", help="Norms and K; the first counts."),
+    batch: int | None = typer.Option(None, min=1, help="Samples in a batch, if not the recipe's."),
+    size: int | None = typer.Option(None, min=8, help="Side of the images, such as 224."),
+    parallel: int | None = typer.Option(None, min=1, help="Trainings side by side."),
+    images: int | None = typer.Option(None, min=1, help="Images to train on at most."),
+    steps: int = typer.Option(2560, help="Steps of every training."),
+    rounds: int = typer.Option(3, min=1, help="How often each norm has its turn."),
+    device: str | None = typer.Option(None, help="cuda or cpu; the GPU if there is one."),
+    output: Path | None = typer.Option(None, "--output", "-o", help="JSON lines to write."),
+) -> None:
+    """The laboratory's trainings as `modenorm train` runs them, and the cost of watching modes.
+
+    lenet: N=128, ten side by side. resnet20: N=128, bfloat16, four side by side. resnet18: N=256,
+    bfloat16, 64×64. The step time is that of one step of one training when all of them together
+    have the device.
+    """
+    unknown = [name for name in models if name not in CASES]
+    if unknown:
+        raise ValueError(f"unknown model {unknown[0]!r}: expected {', '.join(CASES)}")
+    console = Console()
+    where = choose_device(device).type
+    _report_conditions(console, where)
+    rows: list[dict[str, Any]] = []
+    for name in models:
+        case = CASES[name]
+        settings = case.settings | ({"batch": batch} if batch else {})
+        changes = {"parallel": parallel, "size": size, "images": images}
+        given = {field: value for field, value in changes.items() if value is not None}
+        case = dataclasses.replace(case, settings=settings, **given)
+        measured = measure_training(case, norms, steps=steps, rounds=rounds, device=where)
+        found = list(_with_provenance(measured, where))
+        title = f"{name}, N={settings['batch']}, {case.size}×{case.size}, {found[0]['dtype']}, "
+        title += f"{case.parallel} side by side"
+        console.print(_table(title, found, TRAIN_COLUMNS))
+        rows += found
+        _write(output, rows)
+
+
 @app.command("page")
 def page_command(
     results: Path = typer.Option(Path("results"), help="Folder with bench_*.jsonl."),
@@ -119,6 +175,35 @@ def page_command(
     """Rebuild the tables of README.md and docs/kernels.md from the measured results."""
     for page in pages:
         page.write_text(with_tables(page.read_text(), results))
+
+
+@app.command("sync")
+def sync_command(
+    ranks: list[int] = typer.Option([1, 2, 4], "--ranks", help="Numbers of processes."),
+    shapes: list[str] = typer.Option([], "--shape", help="N×C×H×W of every rank."),
+    modes: list[int] = typer.Option([2], "--modes", help="K, for the shapes given."),
+    steps: int = typer.Option(200, help="The fastest of this many steps counts."),
+    output: Path | None = typer.Option(None, "--output", "-o", help="JSON lines to write."),
+) -> None:
+    """A layer's training step with statistics over several processes, and with its own.
+
+    Processes on GPUs with nccl where there are enough, otherwise on the CPU with gloo.
+    """
+    cases = tuple((_shape(text), k) for text in shapes for k in modes) or SYNC_CASES
+    if any(count < 1 for count in ranks):
+        raise ValueError(f"ranks are {ranks}; each must be at least 1")
+    device = "cuda" if torch.cuda.device_count() >= max(ranks) else "cpu"
+    console = Console()
+    _report_conditions(console, device)
+    rows: list[dict[str, Any]] = []
+    for count in ranks:
+        measured = list(_with_provenance(measure_sync(count, cases, steps=steps), device))
+        for row in measured:
+            row["norm"] = f"{row['shape']} K={row['modes']}"
+        title = f"{count} ranks, {measured[0]['backend']}"
+        console.print(_table(title, measured, SYNC_COLUMNS))
+        rows += measured
+        _write(output, rows)
 
 
 def _shape(text: str) -> tuple[int, int, int, int]:
@@ -154,7 +239,7 @@ def _table(title: str, rows: list[dict[str, Any]], columns: dict[str, str]) -> T
 def _number(value: float | None) -> str:
     if value is None:
         return ""
-    return f"{value:.2f}" if value < 20 else f"{value:,.0f}"
+    return f"{value:.2f}" if abs(value) < 20 else f"{value:,.0f}"
 
 
 def _write(path: Path | None, rows: list[dict[str, Any]]) -> None:

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from modenorm.findings import ModeReport
 from modenorm.lab.data import NAMES, load
+from modenorm.lab.experiments.published import published_numbers
 from modenorm.lab.report import (
     Gallery,
     Page,
@@ -39,7 +40,8 @@ def report_command(
     """
     records = read_records(runs)
     tables = [file for path in results for file in _tables(path)]
-    size = write_page(output, records, Page(title, results=tables))
+    page = Page(title, results=tables, paper=published_numbers())
+    size = write_page(output, records, page)
     states = [record.state for record in records]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     Console().print(

@@ -32,6 +32,7 @@ from modenorm.lab.experiments.plan import Plan, make_plan, steps_left, total_ste
 from modenorm.lab.experiments.summary import HEADER, orders, rows, summarize
 from modenorm.lab.experiments.tables import TABLES
 from modenorm.lab.training import Run, Training, train_many
+from modenorm.lab.training.ranks import started_ranks
 
 PAGES = (Path("README.md"), Path("docs/reproduction.md"), Path("docs/automatic_modes.md"))
 TARGETS = (*TABLES, "all", "pages")
@@ -45,10 +46,13 @@ def reproduce_command(
     ),
     seeds: int = typer.Option(5, min=1, help="Seeds for each cell, counting up from 0."),
     limit: int | None = typer.Option(None, min=1, help="Train at most this many of what is left."),
+    only: str = typer.Option("", help="Only runs with this in their name, such as vgg13-cifar10."),
     dry_run: bool = typer.Option(False, help="Only list what is done and what is left."),
     retry_failed: bool = typer.Option(False, help="Train failed runs again."),
     data: Path = _machine(
-        Path("data"), help="Folder with the data sets' files, and imagenet/ for table4."
+        Path("data"),
+        help="Folder with the data sets' files, and imagenet/ for table4; or, for table4, the "
+        "image folder itself. Tiny-ImageNet-200, Imagenette or any other folder is a stand-in.",
     ),
     runs: Path = _machine(Path("runs"), help="Folder of runs; each gets a folder in it."),
     results: Path = _machine(
@@ -56,6 +60,9 @@ def reproduce_command(
     ),
     device: str | None = _machine(None, help="cuda or cpu; the GPU if there is one."),
     parallel: int = _machine(10, min=1, help="Trainings side by side at most."),
+    workers: int | None = _machine(
+        None, min=0, help="Processes of each rank that decode what is streamed; one per core."
+    ),
     checkpoint_every: float = _machine(60.0, help="Seconds between checkpoints."),
 ) -> None:
     """Reproduce a table of the paper: train what is missing, then show it beside the paper.
@@ -63,6 +70,8 @@ def reproduce_command(
     Trainings that were interrupted go on; what is in the results already is not trained again.
 
     What is left to do:  modenorm reproduce all --dry-run
+
+    On several GPUs:  torchrun --nproc-per-node=4 -m modenorm reproduce table4 --data IMAGENET
     """
     if target not in TARGETS:
         raise ValueError(f"unknown table {target!r}: expected {', '.join(TARGETS)}")
@@ -70,7 +79,7 @@ def reproduce_command(
         _rebuild_pages(results)
         return
     tables = list(TABLES) if target == "all" else [target]
-    plan = make_plan(tables, range(seeds), data=data, runs_dir=runs, results=results)
+    plan = make_plan(tables, range(seeds), data=data, runs_dir=runs, results=results, only=only)
     _warn(plan, tables)
     if dry_run:
         _show_plan(plan, Console())
@@ -79,10 +88,11 @@ def reproduce_command(
         "data_dir": data,
         "device": device,
         "parallel": parallel,
+        "workers": workers,
         "checkpoint_every": checkpoint_every,
     }
     failures = _train(plan, plan.left(limit, retry_failed), tables, (runs, results), machine)
-    for table in tables:
+    for table in tables if started_ranks().leads else ():
         _show_table(table, results, Console())
     if failures:
         raise typer.Exit(1)
@@ -113,7 +123,7 @@ def _train(
     try:
         configs = [run.config for run in left]
         steps = sum(map(total_steps, configs))
-        with OverallProgress(len(left), steps, Console(stderr=True)) as progress:
+        with OverallProgress(len(left), steps, _console()) as progress:
 
             def listen(training: Training) -> None:
                 progress(training)
@@ -139,6 +149,8 @@ def _train(
 
 
 def _collect(tables: list[str], runs: Path, results: Path) -> None:
+    if not started_ranks().leads:
+        return
     problems: dict[str, None] = {}
     for table in tables:
         found = collect(TABLES[table], runs)
@@ -182,7 +194,11 @@ def _show_table(name: str, results: Path, console: Console) -> None:
 
 
 def _say(text: str) -> None:
-    Console(stderr=True).print(text, highlight=False, soft_wrap=True, markup=False)
+    _console().print(text, highlight=False, soft_wrap=True, markup=False)
+
+
+def _console() -> Console:
+    return Console(stderr=True, quiet=not started_ranks().leads)
 
 
 class OverallProgress:

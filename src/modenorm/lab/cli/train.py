@@ -22,6 +22,7 @@ from rich.table import Column, Table
 from modenorm.lab.data import NAMES
 from modenorm.lab.models import MODELS
 from modenorm.lab.training import Outcome, TrainConfig, Training, find_runs, recipe, train_many
+from modenorm.lab.training.ranks import started_ranks
 from modenorm.sparsity import DEFAULT_STRENGTH
 
 _model = partial(typer.Option, rich_help_panel="What to train")
@@ -64,7 +65,19 @@ def train_command(
         metavar="NAME=VALUE",
     ),
     image_size: int | None = _model(None, help="Side of the images, if those of a folder differ."),
-    augment: bool | None = _model(None, help="Random crops after padding by four, and flips."),
+    augment: bool | None = _model(None, help="Random crops and flips."),
+    crop: str | None = _model(
+        None, help="Crop images padded by four pixels (padded), or parts of random size (resized)."
+    ),
+    stream: bool | None = _model(
+        None, help="Decode a folder's images in worker processes, instead of keeping all in memory."
+    ),
+    sync: bool = _model(
+        True,
+        help="Under torchrun: statistics of mn, and on GPUs of bn, over the whole batch. With "
+        "--no-sync (and always for bn on CPUs) over each rank's part; rank 0's running estimates "
+        "are kept.",
+    ),
     seed: int = _model(0, help="Decides everything random."),
     seeds: int = _model(1, min=1, help="Train this many seeds, counting up from --seed."),
     batch: int | None = _schedule(None, help="Samples in a batch."),
@@ -88,6 +101,9 @@ def train_command(
     dtype: str | None = _machine(None, help="float32, or bfloat16 for mixed precision."),
     channels_last: bool | None = _machine(None, help="Memory format; often faster on a GPU."),
     parallel: int = _machine(10, min=1, help="Trainings side by side at most."),
+    workers: int | None = _machine(
+        None, min=0, help="Processes of each rank that decode what is streamed; one per core."
+    ),
     checkpoint_every: float = _machine(60.0, help="Seconds between checkpoints."),
     tensorboard: bool = _machine(False, help="Also write TensorBoard events."),
 ) -> None:
@@ -97,11 +113,16 @@ def train_command(
     checkpoint; if it is done, its result is shown.
 
     Try it without any files:  modenorm train --dataset builtin --norm mn --total 100000
+
+    On several GPUs or machines:  torchrun --nproc-per-node=4 -m modenorm train ...
+    --batch is that of all ranks together, and an interrupted training may go on with fewer or more.
     """
     given = {
         "dataset": dataset,
         "image_size": image_size,
         "augment": augment,
+        "crop": crop,
+        "stream": stream,
         "batch": batch,
         "lr": lr,
         "momentum": momentum,
@@ -122,6 +143,7 @@ def train_command(
         where=where,
         gate=gate,
         variance=variance,
+        sync=sync,
         seed=seed,
         options=dict(_assignment(text) for text in options),
         **{name: value for name, value in given.items() if value is not None},
@@ -131,17 +153,18 @@ def train_command(
         "data_dir": data,
         "device": device,
         "parallel": parallel,
+        "workers": workers,
         "checkpoint_every": checkpoint_every,
         "tensorboard": tensorboard,
     }
     outcomes = _train(configs, runs, machine)
-    _show(outcomes, Console())
+    _show(outcomes, Console(quiet=not started_ranks().leads))
     if any(outcome.failure for outcome in outcomes):
         raise typer.Exit(1)
 
 
 def _train(configs: list[TrainConfig], runs: Path, machine: dict[str, Any]) -> list[Outcome]:
-    console = Console(stderr=True)
+    console = Console(stderr=True, quiet=not started_ranks().leads)
     try:
         with ProgressReport(console) as report:
             return train_many(configs, runs, listener=report, **machine)

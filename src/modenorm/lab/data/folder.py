@@ -1,11 +1,13 @@
 """Image folders: train/<class>/… and val/<class>/… as ILSVRC12 and Imagenette, or Tiny-ImageNet.
 
-`index_folder` only lists files; `read_folder` decodes them.
+`index_folder` only lists files; `read_folder` decodes them. As the name of a data set a folder is
+folder:PATH, or folder:NAME=PATH to call it by another name than its own.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,6 +22,58 @@ from modenorm.lab.data.sets import DataError
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm"})
 TEST_FOLDERS = ("val", "validation", "test")
 ANNOTATIONS = "val_annotations.txt"
+PREFIX = "folder:"
+STAND_INS = ("tiny-imagenet-200", "imagenette", "stand-in")
+"""Folders that take ILSVRC12's place in experiments: their errors are others than the paper's."""
+IMAGENETTE = frozenset(
+    (
+        "n01440764", "n02102040", "n02979186", "n03000684", "n03028079",
+        "n03394916", "n03417042", "n03425413", "n03445777", "n03888257",
+    )
+)  # fmt: skip
+
+
+def folder_path(dataset: str) -> Path | None:
+    """The image folder that the name of a data set stands for; None for other data sets."""
+    return _split(dataset)[1] if dataset.startswith(PREFIX) else None
+
+
+def folder_name(dataset: str) -> str:
+    """What to call a data set: a folder by its given name, or by the last part of its path.
+
+    >>> [folder_name(name) for name in ("cifar10", "folder:a/b", "folder:imagenet=/data/2012")]
+    ['cifar10', 'b', 'imagenet']
+    """
+    return _split(dataset)[0]
+
+
+def dataset_title(dataset: str) -> str:
+    """The name of a data set, with a word of warning if it stands in for ILSVRC12.
+
+    >>> dataset_title("folder:data/imagenette")
+    'imagenette (a stand-in for ILSVRC12)'
+    """
+    name = folder_name(dataset)
+    stands_in = dataset.startswith(PREFIX) and name in STAND_INS
+    return f"{name} (a stand-in for ILSVRC12)" if stands_in else name
+
+
+def recognise(folder: Path) -> str:
+    """Tell by its classes what an image folder is: "imagenet" (ILSVRC12) or one of `STAND_INS`."""
+    classes = _class_folders(folder / "train")
+    if set(classes) == IMAGENETTE:
+        return "imagenette"
+    synsets = all(re.fullmatch(r"n\d{8}", name) for name in classes)
+    known = {1000: "imagenet", 200: "tiny-imagenet-200"}
+    return known.get(len(classes), "stand-in") if synsets else "stand-in"
+
+
+def _split(dataset: str) -> tuple[str, Path]:
+    text = dataset.removeprefix(PREFIX)
+    name, equals, path = text.partition("=")
+    if equals and os.sep not in name and text != dataset:
+        return name, Path(path)
+    return Path(text).name, Path(text)
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,12 @@ M samples in the set, N samples in a batch, T steps in a chunk, C channels.
 
 import hashlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from modenorm.lab.data.crops import Boxes, draw_boxes, resample
 
 if TYPE_CHECKING:
     from modenorm.lab.data import ImageSet
@@ -49,6 +51,47 @@ class Scaling(NamedTuple):
         return cls(tuple(mean), tuple(std))
 
 
+class Images(Protocol):
+    """A set of images that trainings and evaluations draw from, wherever its pixels are kept."""
+
+    device: torch.device
+    scaling: Scaling
+    size: tuple[int, int]
+    labels: Tensor
+    domains: Tensor
+
+    def __len__(self) -> int:
+        """The number of samples."""
+
+    def batches(self, size: int, part: slice = slice(None)) -> Iterator[Batch]:
+        """Yield the samples of a part of the set once, in order."""
+
+
+class Normaliser:
+    """Scales uint8 pixels to mean 0 and standard deviation 1.
+
+    Args:
+        scaling: Mean and standard deviation of every channel.
+        device: Where the pixels are.
+        channels_last: Whether the pixels are (N, H, W, C) rather than (N, C, H, W).
+    """
+
+    def __init__(self, scaling: Scaling, device: torch.device, channels_last: bool) -> None:
+        shape = (-1,) if channels_last else (-1, 1, 1)
+        mean, std = (torch.tensor(values, dtype=torch.float64) for values in scaling)
+        self._scale = (1 / std).float().view(shape).to(device)
+        self._shift = (-mean / std).float().view(shape).to(device)
+        self._channels_last = channels_last
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """Scale pixels; returns float (N, C, H, W), in torch's channels_last format if they were.
+
+        Nothing here waits for the device.
+        """
+        images = torch.addcmul(self._shift, pixels, self._scale)
+        return images.permute(0, 3, 1, 2) if self._channels_last else images
+
+
 class DeviceImages:
     """An image set on a device, stored in the layout in which batches are wanted.
 
@@ -79,37 +122,35 @@ class DeviceImages:
         self.pixels = (images.permute(0, 2, 3, 1) if channels_last else images).contiguous()
         self.labels = source.labels.to(device)
         self.domains = source.domains.to(device)
-        shape = (-1,) if channels_last else (-1, 1, 1)
-        mean, std = (torch.tensor(values, dtype=torch.float64) for values in self.scaling)
-        self._scale = (1 / std).float().view(shape).to(device)
-        self._shift = (-mean / std).float().view(shape).to(device)
+        self.normalise = Normaliser(self.scaling, device, channels_last)
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def normalise(self, pixels: Tensor) -> Tensor:
-        """Scale stored pixels to mean 0 and standard deviation 1, as float (N, C, H, W)."""
-        images = torch.addcmul(self._shift, pixels, self._scale)
-        return images.permute(0, 3, 1, 2) if self.channels_last else images
-
-    def batches(self, size: int) -> Iterator[Batch]:
-        """Yield every sample once, in order; the last batch may be smaller."""
+    def batches(self, size: int, part: slice = slice(None)) -> Iterator[Batch]:
+        """Yield the samples of a part of the set once, in order; the last batch may be smaller."""
         p, (height, width) = self.padding, self.size
         rows, columns = slice(p, p + height), slice(p, p + width)
         window = (rows, columns) if self.channels_last else (slice(None), rows, columns)
-        for start in range(0, len(self), size):
-            part = slice(start, start + size)
-            images = self.normalise(self.pixels[(part, *window)])
-            yield Batch(images, self.labels[part], self.domains[part])
+        first, last, _ = part.indices(len(self))
+        for start in range(first, last, size):
+            some = slice(start, min(start + size, last))
+            images = self.normalise(self.pixels[(some, *window)])
+            yield Batch(images, self.labels[some], self.domains[some])
 
 
 class Draws(NamedTuple):
-    """What is random about some samples: which, and how they are cropped and flipped; all int64."""
+    """What is random about some samples: which, and how they are cropped and flipped; all int64.
+
+    A crop begins at (dy, dx); height and width are those of resized crops, and otherwise 0.
+    """
 
     sample: Tensor
     dy: Tensor
     dx: Tensor
     flip: Tensor
+    height: Tensor
+    width: Tensor
 
 
 class SampleStream:
@@ -120,12 +161,22 @@ class SampleStream:
         batch: N; may exceed M.
         seed: Any integer.
         augment: Draw crops (of images padded by `PADDING`) and flips; otherwise they are 0.
+        resized: Size of the images, to draw resized crops of them instead.
     """
 
-    def __init__(self, num_samples: int, batch: int, seed: int, *, augment: bool) -> None:
+    def __init__(
+        self,
+        num_samples: int,
+        batch: int,
+        seed: int,
+        *,
+        augment: bool,
+        resized: tuple[int, int] | None = None,
+    ) -> None:
         if num_samples < 1:
             raise ValueError("a training set needs at least one sample, got none: check the files")
         self.num_samples, self.batch, self.seed, self.augment = num_samples, batch, seed, augment
+        self.resized = resized
         self._epochs: dict[int, Draws] = {}
 
     def draw(self, start: int, stop: int) -> Draws:
@@ -148,19 +199,41 @@ class SampleStream:
     def _draw_epoch(self, epoch: int) -> Draws:
         generator = torch.Generator().manual_seed(derive_seed(self.seed, f"epoch {epoch}"))
         index = torch.randperm(self.num_samples, generator=generator)
+        zero = torch.zeros(1, dtype=torch.int64).expand(self.num_samples)
         if not self.augment:
-            zero = torch.zeros(1, dtype=torch.int64).expand(self.num_samples)
-            return Draws(index, zero, zero, zero)
+            return Draws(index, zero, zero, zero, zero, zero)
+        if self.resized is not None:
+            top, left, height, width = draw_boxes(*self.resized, self.num_samples, generator)
+            flip = torch.randint(2, (self.num_samples,), generator=generator)
+            return Draws(index, top, left, flip, height, width)
         highs = (2 * PADDING + 1, 2 * PADDING + 1, 2)
-        return Draws(
-            index, *(torch.randint(h, (self.num_samples,), generator=generator) for h in highs)
-        )
+        dy, dx, flip = (torch.randint(h, (self.num_samples,), generator=generator) for h in highs)
+        return Draws(index, dy, dx, flip, zero, zero)
 
 
 def derive_seed(seed: int, purpose: str) -> int:
     """Derive an independent 63-bit seed for one purpose of a training."""
     digest = hashlib.sha256(f"{seed} {purpose}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
+
+
+class Batches(Protocol):
+    """Where a training step takes its batches from."""
+
+    capturable: bool
+    """Whether `next_batch` can be part of a CUDA graph."""
+
+    def load(self, start: int, stop: int) -> None:
+        """Prepare the steps start to stop − 1."""
+
+    def next_batch(self) -> tuple[Tensor, Tensor]:
+        """The next images (N, C, H, W) and labels (N)."""
+
+    def state(self) -> list[Tensor]:
+        """The tensors that `next_batch` changes."""
+
+    def close(self) -> None:
+        """Give back what is held outside of this process."""
 
 
 class Loader:
@@ -170,29 +243,42 @@ class Loader:
     row that a counter on the device points to, so replaying one captured step walks through them.
 
     Args:
-        data: The training set; padded by `PADDING` if the stream augments.
+        data: The training set; padded by `PADDING` if the stream draws padded crops.
         stream: The order of samples.
         capacity: T, the largest number of steps one `load` can hold.
+        part: The samples of every batch to deliver, such as those of one rank.
     """
 
-    def __init__(self, data: DeviceImages, stream: SampleStream, capacity: int) -> None:
-        self.data, self.stream, self.capacity = data, stream, capacity
-        # per step and sample: its index, where its crop begins in the flat pixels, its flip
-        self._rows = torch.zeros((capacity, 3, stream.batch), dtype=torch.int64, device=data.device)
-        self._counter = torch.zeros(1, dtype=torch.int64, device=data.device)
-        self._window = self._crop_windows() if stream.augment else None
+    capturable = True
 
-    @property
+    def __init__(
+        self,
+        data: DeviceImages,
+        stream: SampleStream,
+        capacity: int,
+        part: slice = slice(None),
+    ) -> None:
+        self.data, self.stream, self.capacity, self._part = data, stream, capacity, part
+        count = len(range(stream.batch)[part])
+        # per step and sample: its index, then what `_images` needs to know
+        fields = 6 if stream.augment and stream.resized else 3
+        shape = (capacity, fields, count)
+        self._rows = torch.zeros(shape, dtype=torch.int64, device=data.device)
+        self._counter = torch.zeros(1, dtype=torch.int64, device=data.device)
+        padded = stream.augment and not stream.resized
+        self._window = self._crop_windows() if padded else None
+
     def state(self) -> list[Tensor]:
         """The tensors that `next_batch` changes."""
         return [self._counter]
 
+    def close(self) -> None:
+        """Nothing to do here."""
+
     def load(self, start: int, stop: int) -> None:
         """Prepare the steps start to stop − 1: at most `capacity` of them."""
-        index, dy, dx, flip = self.stream.draw(start, stop)
-        per_image, per_row, per_column = self._strides()
-        begin = index * per_image + dy * per_row + dx * per_column
-        rows = torch.stack((index, begin, flip), dim=1)
+        draws = Draws(*(values[:, self._part] for values in self.stream.draw(start, stop)))
+        rows = torch.stack(self._fields(draws), dim=1)
         if self._rows.is_cuda:
             rows = rows.pin_memory()  # its memory is not reused before the copy has run
         self._rows[: len(rows)].copy_(rows, non_blocking=True)
@@ -203,16 +289,31 @@ class Loader:
 
         Nothing here waits for the device.
         """
-        index, begin, flip = self._rows.index_select(0, self._counter)[0].unbind(0)
+        row = self._rows.index_select(0, self._counter)[0]
         self._counter.add_(1)
-        data = self.data
-        if self._window is None:
-            pixels = data.pixels.flatten(1).index_select(0, index)
-        else:
+        return self._images(row), self.data.labels.index_select(0, row[0])
+
+    def _fields(self, draws: Draws) -> tuple[Tensor, ...]:
+        if self._rows.shape[1] == len(draws):
+            return draws
+        per_image, per_row, per_column = self._strides()
+        begin = draws.sample * per_image + draws.dy * per_row + draws.dx * per_column
+        return draws.sample, begin, draws.flip
+
+    def _images(self, row: Tensor) -> Tensor:
+        data, index = self.data, row[0]
+        if self._window is not None:
+            _, begin, flip = row.unbind(0)
             place = begin[:, None] + self._window.index_select(0, flip)  # (N, C·H·W)
-            pixels = data.pixels.take(place)
-        images = data.normalise(pixels.view(self.stream.batch, *self._shape()))
-        return images, data.labels.index_select(0, index)
+            return data.normalise(data.pixels.take(place).view(-1, *self._shape()))
+        pixels = data.pixels.flatten(1).index_select(0, index)
+        images = data.normalise(pixels.view(-1, *self._shape()))
+        if len(row) < len(Draws._fields):
+            return images
+        _, top, left, flip, height, width = row.unbind(0)
+        images = resample(images, Boxes(top, left, height, width), flip, data.size)
+        format = torch.channels_last if data.channels_last else torch.contiguous_format
+        return images.contiguous(memory_format=format)
 
     def _shape(self) -> tuple[int, ...]:
         height, width = self.data.size

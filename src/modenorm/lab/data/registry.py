@@ -12,7 +12,7 @@ from torch import Tensor
 from modenorm.lab.data import builtin, cache
 from modenorm.lab.data.catalog import MULTITASK, PUBLISHED
 from modenorm.lab.data.files import fingerprint
-from modenorm.lab.data.folder import index_folder, read_folder
+from modenorm.lab.data.folder import folder_path, index_folder, read_folder
 from modenorm.lab.data.sets import DataError, DataSet, ImageSet
 
 NAMES = (*PUBLISHED, "multitask", "builtin")
@@ -51,8 +51,8 @@ def load(
 
 def _folder(name: str | os.PathLike[str]) -> Path | None:
     """The path, if the name stands for an image folder."""
-    if isinstance(name, str) and name.startswith("folder:"):
-        return Path(name.removeprefix("folder:"))
+    if isinstance(name, str) and (path := folder_path(name)):
+        return path
     if (
         isinstance(name, os.PathLike)
         or os.sep in name

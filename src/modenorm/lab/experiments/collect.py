@@ -6,7 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from modenorm.lab.experiments.paper import Cell, dataset_name, settings_key
+from modenorm.lab.data.folder import STAND_INS, folder_path
+from modenorm.lab.experiments.paper import (
+    ILSVRC12_CLASSES,
+    Cell,
+    dataset_name,
+    settings_key,
+)
 from modenorm.lab.experiments.tables import TABLES
 from modenorm.lab.report.records import Record, find_directories, read_record
 from modenorm.lab.training import Run, TrainConfig, Training
@@ -81,6 +87,22 @@ def line(
         "gates": _gates(metrics),
         "gpu": result["device"],
         "settings": settings_key(config),
+        **_of_folders(config, result),
+    }
+
+
+def _of_folders(config: TrainConfig, result: dict[str, Any]) -> Line:
+    """What has to be known of image folders, which may hold anything."""
+    if folder_path(config.dataset) is None:
+        return {}
+    name, classes = dataset_name(config), result.get("classes")
+    other = name == "imagenet" and classes != ILSVRC12_CLASSES
+    return {
+        "stand_in": name in STAND_INS or other,
+        "classes": classes,
+        "train_images": result.get("train_images"),
+        "ranks": result.get("ranks", 1),
+        "sync": config.sync,
     }
 
 

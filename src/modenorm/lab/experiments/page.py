@@ -8,6 +8,7 @@ from pathlib import Path
 
 from modenorm.lab.bench.page import _markdown
 from modenorm.lab.experiments.automatic import MODES_HEADER, modes_rows
+from modenorm.lab.experiments.claims import PARAMETER_HEADER, parameter_rows
 from modenorm.lab.experiments.collect import Line, read_lines, results_file
 from modenorm.lab.experiments.gates import GATE_HEADER, gate_rows
 from modenorm.lab.experiments.mixtures import mixtures_tables, tuning_table
@@ -20,11 +21,14 @@ MIXTURE_FILES = ("automatic_mixtures", "automatic_tuning")
 def with_results(text: str, results: Path) -> str:
     """The page with each table between its markers built anew.
 
-    Errors stand between `<!-- results TABLE -->` and `<!-- end -->`, the gates' shares between
-    `<!-- gates TABLE -->` and `<!-- end -->`, found numbers of modes between `<!-- modes TABLE -->`
-    and `<!-- end -->`, and what `modenorm mixtures` found between `<!-- mixtures FILE -->` and
-    `<!-- end -->`.
+    A table stands between a marker and `<!-- end -->`: errors after `<!-- results TABLE -->`, the
+    gates' shares after `<!-- gates TABLE -->`, found numbers of modes after `<!-- modes TABLE -->`,
+    what `modenorm mixtures` found after `<!-- mixtures FILE -->`, and numbers of parameters after
+    `<!-- parameters -->`.
     """
+    text = re.sub(
+        r"(?<=<!-- parameters -->).*?(?=<!-- end -->)", _parameters, text, flags=re.DOTALL
+    )
     makers = {
         "results": table_text,
         "gates": gates_text,
@@ -39,6 +43,10 @@ def with_results(text: str, results: Path) -> str:
     kinds, names = "|".join(makers), "|".join((*TABLES, *MIXTURE_FILES))
     pattern = rf"<!-- (?P<kind>{kinds}) (?P<table>{names}) -->.*?<!-- end -->"
     return re.sub(pattern, rebuild, text, flags=re.DOTALL)
+
+
+def _parameters(_: re.Match[str]) -> str:
+    return f"\n\n{_markdown(list(PARAMETER_HEADER), parameter_rows())}\n\n"
 
 
 def table_text(table: str, results: Path) -> str:

@@ -8,13 +8,13 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
+from modenorm.lab.data.folder import STAND_INS, folder_name, folder_path, recognise
 from modenorm.lab.training import TrainConfig
 from modenorm.sparsity import DEFAULT_STRENGTH
 
-FOLDER = "folder:"
 Published = tuple[float, float | None] | None
 """Mean and standard deviation; None where nothing was published."""
 
@@ -49,6 +49,11 @@ class Cell:
     def key(self) -> str:
         """See `settings_key`."""
         return settings_key(self.config(0))
+
+    @property
+    def stand_in(self) -> bool:
+        """Whether other data take the place of the paper's."""
+        return folder_name(self.settings["dataset"]) in STAND_INS
 
 
 @dataclass(frozen=True)
@@ -111,10 +116,19 @@ NIN = {**DEEP, "model": "nin", "batch": 128, "total": 100, "milestones": (65, 80
 VGG13 = {**DEEP, "model": "vgg13", "batch": 128, "total": 100, "milestones": (65, 80, 90)}
 RESNET20 = {**DEEP, "model": "resnet20", "batch": 128, "total": 160, "milestones": (80, 120)}
 RESNET56 = {**RESNET20, "model": "resnet56"}
-RESNET18 = {**DEEP, "model": "resnet18", "batch": 256, "total": 90, "milestones": (30, 60)}
+RESNET18 = {
+    **DEEP,
+    "model": "resnet18",
+    "batch": 256,
+    "total": 90,
+    "milestones": (30, 60),
+    "crop": "resized",
+}
 CIFAR10, CIFAR100 = {"dataset": "cifar10"}, {"dataset": "cifar100"}
-ILSVRC12 = {"dataset": "folder:imagenet", "image_size": 224}
+ILSVRC12 = {"dataset": "folder:imagenet", "image_size": 224, "stream": True}
 TINY = {"dataset": "folder:tiny-imagenet-200", "image_size": 64}
+IMAGENETTE = {**ILSVRC12, "dataset": "folder:imagenette"}
+ANY_FOLDER = {**ILSVRC12, "dataset": "folder:stand-in"}
 
 TRAIN_IMAGES = {
     "multitask": 243_257,
@@ -122,7 +136,9 @@ TRAIN_IMAGES = {
     "cifar100": 50_000,
     "imagenet": 1_281_167,
     "tiny-imagenet-200": 100_000,
+    "imagenette": 9_469,
 }
+ILSVRC12_CLASSES = 1000
 
 
 def cells_of(
@@ -211,11 +227,19 @@ TABLE4 = [
         30.07,
         top5=10.65,
     ),
-    *cells_of(
-        "table4",
-        "ResNet18 on Tiny-ImageNet-200 (a stand-in)",
-        {**RESNET18, **TINY},
-        {"BN": None, "MN K=2": None},
+    *(
+        cell
+        for name, settings in (
+            ("Tiny-ImageNet-200", TINY),
+            ("Imagenette", IMAGENETTE),
+            ("another image folder", ANY_FOLDER),
+        )
+        for cell in cells_of(
+            "table4",
+            f"ResNet18 on {name} (a stand-in)",
+            {**RESNET18, **settings},
+            {"BN": None, "MN K=2": None},
+        )
     ),
 ]
 
@@ -281,19 +305,32 @@ CITED = (
 
 
 def located(config: TrainConfig, data: Path) -> TrainConfig:
-    """The configuration with its image folder, if it has one, inside the folder of data."""
-    if not config.dataset.startswith(FOLDER):
+    """The configuration with its image folder, if it has one, inside the folder of data.
+
+    Or the folder of data itself, if that is an image folder of the wanted kind.
+    """
+    if folder_path(config.dataset) is None:
         return config
-    return dataclasses.replace(config, dataset=f"{FOLDER}{data / dataset_name(config)}")
+    name = dataset_name(config)
+    if is_image_folder(data) and recognise(data) == name:
+        dataset = f"folder:{name}={data}"
+    else:
+        dataset = f"folder:{data / name}"
+    return dataclasses.replace(config, dataset=dataset)
+
+
+def is_image_folder(data: Path) -> bool:
+    """Whether a folder holds images itself, rather than data sets."""
+    return (data / "train").is_dir()
 
 
 def dataset_name(config: TrainConfig) -> str:
-    """The data set's name; of an image folder the last part of its path."""
-    return PurePath(config.dataset.removeprefix(FOLDER)).name
+    """The data set's name; see `folder_name`."""
+    return folder_name(config.dataset)
 
 
 def settings_key(config: TrainConfig) -> str:
-    """A hash of all settings but the seed and the place of an image folder."""
-    settings = json.loads(config.to_json()) | {"dataset": dataset_name(config)}
-    del settings["seed"]
+    """A hash of all chosen settings but the seed and the place of an image folder."""
+    settings = config.chosen() | {"dataset": dataset_name(config)}
+    settings.pop("seed", None)
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]

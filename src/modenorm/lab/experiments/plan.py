@@ -4,12 +4,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from modenorm.lab.data.folder import folder_path, index_folder
 from modenorm.lab.experiments.collect import borrow, read_lines, results_file
 from modenorm.lab.experiments.paper import (
-    FOLDER,
     TRAIN_IMAGES,
     Cell,
     dataset_name,
+    is_image_folder,
     located,
     settings_key,
 )
@@ -25,7 +26,7 @@ class Plan:
 
     Attributes:
         runs: done, failed, incomplete and missing ones.
-        without_data: Groups of cells whose image folder is not there.
+        without_data: Groups of cells whose image folder is not there; none if one was given.
     """
 
     runs: dict[State, list[Run]] = field(
@@ -40,20 +41,32 @@ class Plan:
 
 
 def make_plan(
-    tables: Iterable[str], seeds: range, *, data: Path, runs_dir: Path, results: Path
+    tables: Iterable[str],
+    seeds: range,
+    *,
+    data: Path,
+    runs_dir: Path,
+    results: Path,
+    only: str = "",
 ) -> Plan:
-    """Look at the results and the run directories; a training of two tables is planned once."""
+    """Look at the results and the run directories; a training of two tables is planned once.
+
+    Runs whose name does not contain `only` are passed over.
+    """
     plan = Plan()
     seen: set[Path] = set()
     for table in tables:
         lines = read_lines(results_file(results, table)) + borrow(table, results)
         measured = {(line["settings"], line["seed"]) for line in lines}
         absent = _without_data(TABLES[table], data)
-        plan.without_data |= absent
+        if len(absent) == len(_folders(TABLES[table], data)) or not is_image_folder(data):
+            plan.without_data |= absent
         skipped = {cell.key for cell in TABLES[table] if cell.group in absent}
         for config in configs(table, seeds):
             run = Run.of(located(config, data), runs_dir)
             key = settings_key(config)
+            if only not in run.path.name:
+                continue
             if run.path in seen or (key in skipped and (key, config.seed) not in measured):
                 continue
             seen.add(run.path)
@@ -63,17 +76,21 @@ def make_plan(
 
 
 def _without_data(cells: Iterable[Cell], data: Path) -> dict[str, Path]:
-    folders = {
-        cell.group: Path(located(cell.config(0), data).dataset.removeprefix(FOLDER))
-        for cell in cells
-        if cell.settings["dataset"].startswith(FOLDER)
-    }
-    return {group: folder for group, folder in folders.items() if not folder.is_dir()}
+    return {group: path for group, path in _folders(cells, data).items() if not path.is_dir()}
+
+
+def _folders(cells: Iterable[Cell], data: Path) -> dict[str, Path]:
+    found = {cell.group: folder_path(located(cell.config(0), data).dataset) for cell in cells}
+    return {group: path for group, path in found.items() if path is not None}
 
 
 def total_steps(config: TrainConfig) -> int:
-    """Steps of a training on the published data."""
-    return Schedule.of(config, TRAIN_IMAGES.get(dataset_name(config), 0)).total
+    """Steps of a training on the published data, or on the image folder."""
+    images = TRAIN_IMAGES.get(dataset_name(config))
+    folder = folder_path(config.dataset)
+    if images is None and folder is not None:
+        images = len(index_folder(folder).train.paths)
+    return Schedule.of(config, images or 0).total
 
 
 def steps_left(runs: Iterable[Run]) -> int:

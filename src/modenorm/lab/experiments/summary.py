@@ -103,7 +103,11 @@ def summarize(cells: Sequence[Cell], lines: Iterable[Line]) -> list[Summary]:
 
     def values(cell: Cell | None, measure: str) -> dict[int, float]:
         found = by_key.get(cell.key, {}) if cell else {}
-        return {seed: found[seed][measure] for seed in sorted(found)}
+        return {
+            seed: line[measure]
+            for seed, line in sorted(found.items())
+            if cell is None or cell.stand_in or not line.get("stand_in")
+        }
 
     def one(cell: Cell) -> Summary:
         bn = None if cell.label == BASELINE else baselines.get(cell.group)
@@ -148,7 +152,7 @@ def _row(summary: Summary) -> list[str]:
     top, final = str(summary.top or "missing"), str(summary.final or "missing")
     if cell.top5 is not None:
         paper += f", top-5 {cell.top5:.2f}"
-    if cell.top5 is not None and summary.top5 is not None:
+    if (cell.top5 is not None or cell.stand_in) and summary.top5 is not None:
         final += f", top-5 {summary.top5}"
     differences = [str(d or "") for d in (summary.top_difference, summary.final_difference)]
     verdict = {None: "", True: "yes", False: "no"}[summary.as_published]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from modenorm.lab.data.folder import dataset_title, folder_name
 from modenorm.lab.report.records import Record, is_number
 
 NORMS = ("bn", "mn", "gn", "mgn", "in", "ln")
@@ -26,19 +27,17 @@ BASELINES = {"mn": "bn", "mgn": "gn"}
 
 @dataclass(frozen=True)
 class PaperNumber:
-    """A published error in percent and the configurations it belongs to.
+    """A published lowest error in percent and the configurations it belongs to.
 
     Attributes:
         where: Such as "Table 2".
         error: In percent.
         match: Settings that a configuration must have.
-        measure: The number of ours to put beside it: "final_error" or "top_error".
     """
 
     where: str
     error: float
     match: Mapping[str, Any]
-    measure: str = "final_error"
 
     def belongs_to(self, config: Mapping[str, Any]) -> bool:
         """Whether the configuration has all the settings."""
@@ -144,7 +143,7 @@ def group(records: Iterable[Record], paper: Sequence[PaperNumber] = ()) -> list[
     experiments: dict[str, dict[str, Variant]] = {}
     for record in records:
         if all(isinstance(record.config.get(name), str) for name in ("model", "dataset", "norm")):
-            settings = _settings(record.config)
+            settings = settings_of(record.config)
             common = {n: v for n, v in settings.items() if n not in (*OF_NORMS, "norm", "where")}
             known = experiments.setdefault(json.dumps(common, sort_keys=True), {})
             key = json.dumps(settings, sort_keys=True)
@@ -154,25 +153,34 @@ def group(records: Iterable[Record], paper: Sequence[PaperNumber] = ()) -> list[
     return sorted(found, key=lambda experiment: natural(experiment.title))
 
 
-def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides the result, without the seed and what the norm does not use."""
-    return {
+def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides the result, without the seed and what the norm does not use.
+
+    Of an image folder's path the last part is kept.
+    """
+    used = {
         name: value
         for name, value in config.items()
         if name != "seed" and config["norm"] in OF_NORMS.get(name, (config["norm"],))
     }
+    if used["dataset"].startswith("folder:"):
+        used["dataset"] = "folder:" + folder_name(used["dataset"])
+    return used
 
 
 def _title(variants: list[Variant], groups: list[list[Variant]]) -> str:
-    """Model, data, and the settings in which other experiments with both differ."""
+    """Model, data, and the settings that tell it from other experiments with both: one will do."""
     own = variants[0].config
     same = [v[0].config for v in groups if _pair(v[0].config) == _pair(own)]
     varying = [name for name in _varying(same) if name not in (*OF_NORMS, "norm", "where")]
-    return ", ".join([" on ".join(_pair(own)), *(f"{name} {own.get(name)}" for name in varying)])
+    values = {name: [json.dumps(config.get(name)) for config in same] for name in varying}
+    unique = [name for name in varying if len(set(values[name])) == len(same)]
+    told = unique[:1] or varying
+    return ", ".join([" on ".join(_pair(own)), *(f"{name} {own.get(name)}" for name in told)])
 
 
 def _pair(config: Mapping[str, Any]) -> tuple[str, str]:
-    return config["model"], config["dataset"]
+    return config["model"], dataset_title(config["dataset"])
 
 
 def natural(text: str) -> list[tuple[int, str]]:

@@ -7,14 +7,15 @@ import json
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import PurePath
 from typing import Any, Literal, get_args, get_type_hints
 
+from modenorm.lab.data.folder import folder_name, folder_path
 from modenorm.lab.models import MODELS, NORMS
 from modenorm.lab.models.norms import GATES
 
 Unit = Literal["samples", "epochs", "updates"]
 Precision = Literal["float32", "bfloat16"]
+Crop = Literal["padded", "resized"]
 
 CHOICES: dict[str, Collection[str]] = {
     "model": MODELS,
@@ -24,10 +25,8 @@ CHOICES: dict[str, Collection[str]] = {
     "variance": ("pooled", "pixel"),
     "unit": get_args(Unit),
     "dtype": get_args(Precision),
+    "crop": get_args(Crop),
 }
-
-LATER = {"sparsity": 0.0}
-"""Settings that earlier versions did not know: names of runs without them stay what they were."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +57,15 @@ class TrainConfig:
         milestones: Where the learning rate is multiplied by `factor`.
         factor: See `milestones`.
         eval_every: Distance between evaluations on the test set; the end is always evaluated.
-        augment: Random crops after padding by four, and random flips.
+        augment: Random crops and random flips.
+        crop: Crops of images "padded" by four, or "resized" parts of random area and shape.
+        stream: Decode the files of an image folder when they are needed, in worker processes,
+            instead of keeping all images on the device.
         seed: Decides the initial weights, the order of samples, augmentation and dropout.
         dtype: "bfloat16" computes under autocast; weights stay float32.
         channels_last: Keep images and weights in torch's channels_last format.
+        sync: Trained by several ranks, take the statistics of bn and mn over the whole batch, not
+            over each rank's part of it; then the number of ranks makes no difference.
     """
 
     model: str
@@ -86,9 +90,12 @@ class TrainConfig:
     factor: float = 0.1
     eval_every: int = 1
     augment: bool = False
+    crop: Crop = "padded"
+    stream: bool = False
     seed: int = 0
     dtype: Precision = "float32"
     channels_last: bool = False
+    sync: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "milestones", tuple(self.milestones))
@@ -115,14 +122,21 @@ class TrainConfig:
         )
         rising = list(self.milestones) == sorted(set(self.milestones))
         _require(self, "milestones", rising, "in rising order, such as 80,120")
+        if self.stream:
+            _require(
+                self, "dataset", folder_path(self.dataset) is not None, "folder:PATH to stream"
+            )
+            _require(self, "image_size", self.image_size is not None, "given to stream")
+            resized = self.crop == "resized" or not self.augment
+            _require(self, "crop", resized, "resized to augment what is streamed")
 
     @property
     def run_id(self) -> str:
-        """A readable name that ends in a hash of the whole configuration."""
+        """A readable name that ends in a hash of all settings that are not the default."""
         modes = f"auto{self.modes_label}" if self.sparsity else self.modes_label
         count = {"mn": modes, "mgn": modes, "gn": str(self.groups)}.get(self.norm, "")
-        digest = hashlib.sha256(self.to_json().encode()).hexdigest()[:8]
-        data = PurePath(self.dataset.removeprefix("folder:")).name
+        digest = hashlib.sha256(json.dumps(self.chosen(), sort_keys=True).encode()).hexdigest()[:8]
+        data = folder_name(self.dataset)
         return f"{self.model}-{data}-{self.norm}{count}-n{self.batch}-s{self.seed}-{digest}"
 
     @property
@@ -131,11 +145,18 @@ class TrainConfig:
         numbers = self.modes.values() if isinstance(self.modes, dict) else (self.modes,)
         return ".".join(map(str, numbers))
 
+    def chosen(self) -> dict[str, Any]:
+        """The settings that are not the default; a setting that is added later changes no name."""
+        fields = {field.name: field for field in dataclasses.fields(self)}
+        return {
+            name: value
+            for name, value in dataclasses.asdict(self).items()
+            if value != default_of(fields[name])
+        }
+
     def to_json(self) -> str:
-        """Write the configuration with sorted names; later settings only where they are used."""
-        values = dataclasses.asdict(self)
-        unused = [name for name, usual in LATER.items() if values[name] == usual]
-        return json.dumps({n: v for n, v in values.items() if n not in unused}, sort_keys=True)
+        """Write the configuration with sorted names."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> "TrainConfig":
@@ -160,6 +181,13 @@ class TrainConfig:
             for name in mine
             if mine[name] != theirs[name]
         ]
+
+
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """A setting's default; MISSING if it has none."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
 
 
 def _require(config: TrainConfig, name: str, holds: bool, rule: str) -> None:
@@ -197,6 +225,8 @@ RECIPES: dict[str, dict[str, Any]] = {
         **_CIFAR,
         "dataset": "folder:imagenet",
         "image_size": 224,
+        "stream": True,
+        "crop": "resized",
         "batch": 256,
         "total": 90,
         "milestones": (30, 60),
@@ -220,6 +250,8 @@ def recipe(model: str, **changes: Any) -> TrainConfig:
     settings = dict(RECIPES[model])
     if "unit" in changes and "total" not in changes:
         raise ValueError(f"unit is {changes['unit']!r}, but how many is not said: set --total")
+    if folder_path(changes.get("dataset", settings["dataset"])) is None:
+        settings.pop("stream", None)
     if "total" in changes:
         settings.update(milestones=(), eval_every=max(1, changes["total"] // 20))
     return TrainConfig(**{"model": model, **settings, **changes})

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from modenorm.lab.data.loader import DeviceImages
+from modenorm.lab.data.loader import Images
 
 PIXELS_PER_BATCH = 2048 * 32 * 32
 
@@ -20,9 +20,15 @@ class Errors(NamedTuple):
 
 @torch.no_grad()
 def count_errors(
-    model: nn.Module, data: DeviceImages, num_domains: int, dtype: torch.dtype
+    model: nn.Module,
+    data: Images,
+    num_domains: int,
+    dtype: torch.dtype,
+    part: slice = slice(None),
 ) -> Tensor:
     """Count samples, wrong samples and samples outside the top five: int64 (num_domains, 3).
+
+    Only a part of the samples is counted if one is given, such as a rank's.
 
     The model is left in the mode, training or evaluation, in which it came. Nothing here waits
     for the device.
@@ -31,7 +37,7 @@ def count_errors(
     model.eval()
     counts = torch.zeros((num_domains, 3), dtype=torch.int64, device=data.device)
     size = max(1, PIXELS_PER_BATCH // (data.size[0] * data.size[1]))
-    for images, labels, domains in data.batches(size):
+    for images, labels, domains in data.batches(size, part):
         with torch.autocast(data.device.type, dtype=dtype, enabled=dtype != torch.float32):
             logits = model(images)
         rank = true_rank(logits, labels)

@@ -3,14 +3,17 @@
 One thread gives each training its turn. On CUDA a turn queues replays of the training's captured
 step on a stream of its own, so the device works on all of them at once; on the CPU they alternate.
 Trainings share data sets and nothing else, so each gives the same result alone or in company.
+Started by torchrun, all ranks train one configuration together, then the next.
 """
 
 import contextlib
+import hashlib
 import itertools
 import os
 import signal
 import threading
 import time
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +22,13 @@ from typing import Any
 
 import torch
 
-from modenorm.lab.data import DataSet, load
+from modenorm.lab.data import DataSet, FolderIndex, index_folder, load
+from modenorm.lab.data.folder import folder_name, folder_path
 from modenorm.lab.data.loader import PADDING, DeviceImages
+from modenorm.lab.data.streaming import IMAGENET, StreamedImages
 from modenorm.lab.training.checkpoint import About
 from modenorm.lab.training.config import TrainConfig
+from modenorm.lab.training.ranks import Ranks, joined
 from modenorm.lab.training.runs import Run, State, sort_by_state
 from modenorm.lab.training.step import Lane, Turns
 from modenorm.lab.training.trainer import Diverged, Listener, Training, TrainingData
@@ -40,38 +46,80 @@ class Outcome:
 
 
 class SharedData:
-    """Data sets on a device, each loaded once.
+    """Data sets on a device, each loaded once; streamed ones are only listed.
 
     Args:
         device: Where they go.
         root: Folder with the published files.
         given: Data sets by name that need not be loaded.
+        workers: Processes that decode what is streamed; as many as there are cores when None.
+        ranks: Those who must have the same data.
     """
 
     def __init__(
-        self, device: torch.device, root: Path | None, given: Mapping[str, DataSet] | None = None
+        self,
+        device: torch.device,
+        root: Path | None,
+        given: Mapping[str, DataSet] | None = None,
+        workers: int | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self._device, self._root, self._given = device, root, given or {}
+        self._ranks = ranks or Ranks()
+        self._workers = _cores_per_rank() if workers is None else workers
         self._sets: dict[tuple[str, int | None], DataSet] = {}
-        self._placed: dict[tuple[str, int | None, bool, bool], TrainingData] = {}
+        self._placed: dict[tuple[object, ...], TrainingData] = {}
 
     def get(self, config: TrainConfig) -> TrainingData:
-        """The data of a training, in the form its loader needs."""
-        key = (config.dataset, config.image_size, config.augment, config.channels_last)
+        """The data of a training, in the form its loader needs.
+
+        Raises:
+            ValueError: They are missing or wrong on a rank, or not the same on all of them; raised
+                on every rank.
+        """
+        names = ("dataset", "image_size", "augment", "crop", "stream", "channels_last")
+        key = tuple(getattr(config, name) for name in names)
         if key not in self._placed:
-            self._placed[key] = self._place(self._load(config), config)
+            listed = self._stream if config.stream else self._load
+            self._placed[key] = listed(config)
         return self._placed[key]
 
-    def _load(self, config: TrainConfig) -> DataSet:
-        if config.dataset in self._given:
-            return self._given[config.dataset]
+    def _stream(self, config: TrainConfig) -> TrainingData:
+        folder, size = folder_path(config.dataset), config.image_size
+        assert folder is not None
+        assert size is not None  # TrainConfig sees to both
+        index = self._ranks.each(lambda: index_folder(folder))
+        self._ranks.compare("the data", _describe_folder(index, folder))
+        train, test = (
+            StreamedImages(
+                listing,
+                size,
+                self._device,
+                channels_last=config.channels_last,
+                workers=self._workers,
+            )
+            for listing in (index.train, index.test)
+        )
+        about = About(index.classes, (folder_name(config.dataset),), *IMAGENET)
+        return TrainingData(train, test, about)
+
+    def _load(self, config: TrainConfig) -> TrainingData:
         key = (config.dataset, config.image_size)
-        if key not in self._sets:
-            self._sets[key] = load(config.dataset, self._root, size=config.image_size)
-        return self._sets[key]
+        if config.dataset in self._given:
+            data = self._given[config.dataset]
+        elif key in self._sets:
+            data = self._sets[key]
+        else:
+            data = self._ranks.each(
+                lambda: load(config.dataset, self._root, size=config.image_size)
+            )
+            self._sets[key] = data
+        if self._ranks.size > 1:
+            self._ranks.compare("the data", _describe_images(data))
+        return self._place(data, config)
 
     def _place(self, data: DataSet, config: TrainConfig) -> TrainingData:
-        padding = PADDING if config.augment else 0
+        padding = PADDING if config.augment and config.crop == "padded" else 0
         layout = config.channels_last
         train = DeviceImages(data.train, self._device, padding=padding, channels_last=layout)
         test = DeviceImages(data.test, self._device, scaling=train.scaling, channels_last=layout)
@@ -79,6 +127,35 @@ class SharedData:
             torch.cuda.synchronize(self._device)  # other streams are going to read it
         about = About(data.train.classes, data.train.domain_names, *train.scaling)
         return TrainingData(train, test, about)
+
+
+def _cores_per_rank() -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, (cores or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def _describe_folder(index: FolderIndex, folder: Path) -> str:
+    """Count and hash the names of files; the folder may lie elsewhere on every rank."""
+    digest = hashlib.sha256(repr(index.classes).encode())
+    for path in index.paths:
+        digest.update(f"{path.relative_to(folder)}\n".encode())
+    return _description(len(index.train.paths), len(index.test.paths), index.classes, digest)
+
+
+def _describe_images(data: DataSet) -> str:
+    digest = hashlib.sha256(repr(data.train.classes).encode())
+    for part in (data.train, data.test):
+        for tensor in (part.images, part.labels, part.domains):
+            pixels = tensor.contiguous().view(-1).numpy().view("uint8")
+            digest.update(str(zlib.crc32(pixels.data)).encode())
+    return _description(len(data.train), len(data.test), data.train.classes, digest)
+
+
+def _description(train: int, test: int, classes: Sequence[str], digest: Any) -> str:
+    return (
+        f"{train} training and {test} test images of {len(classes)} classes "
+        f"(sum {digest.hexdigest()[:8]})"
+    )
 
 
 def train(config: TrainConfig, runs_dir: Path, **options: Any) -> dict[str, Any]:
@@ -109,8 +186,12 @@ def train_many(
     checkpoint_every: float = 60.0,
     listener: Listener | None = None,
     tensorboard: bool = False,
+    workers: int | None = None,
 ) -> list[Outcome]:
     """Train configurations side by side, each from where it stopped; done ones are not repeated.
+
+    Under torchrun all ranks train each of them together, one after the other. Streamed data sets
+    are trained on one after the other as well: their workers use all cores.
 
     Ctrl-C lets every training write a checkpoint and then raises KeyboardInterrupt; a second one
     stops at once. A training that diverges is marked as failed and the others go on.
@@ -122,9 +203,10 @@ def train_many(
         data: Data sets by name, to be used instead of loading them.
         device: "cuda", "cpu", or None for the best there is.
         parallel: Trainings in progress at the same time.
-        checkpoint_every: Seconds between checkpoints; every evaluation writes one as well.
+        checkpoint_every: Seconds between checkpoints; evaluations write more where that is cheap.
         listener: Called with a training after every chunk of its steps.
         tensorboard: Also write TensorBoard events into the runs' folders.
+        workers: Processes of each rank that decode streamed images; None for as many as cores.
 
     Returns:
         The outcomes, in the order of `configs`, without repetitions.
@@ -132,23 +214,53 @@ def train_many(
     if parallel < 1:
         raise ValueError(f"parallel is {parallel}, but must be at least 1: set --parallel")
     target = choose_device(device)
-    shared = SharedData(target, data_dir, data)
-    runs = {run.path: run for run in (Run.of(config, runs_dir) for config in configs)}
-    outcomes = {path: Outcome(r, r.result()) for path, r in runs.items() if r.state == "done"}
-
-    def start(run: Run) -> Training:
-        return Training(
-            run,
-            shared.get(run.config),
-            Lane(target),
+    with joined(target) as ranks:
+        return _train_many(
+            list(configs),
+            runs_dir,
+            SharedData(target, data_dir, data, workers, ranks),
+            target,
+            parallel,
             checkpoint_every=checkpoint_every,
-            listener=listener,
+            listener=listener if ranks.leads else None,
             tensorboard=tensorboard,
+            ranks=ranks,
         )
 
-    trainings = (start(run) for path, run in runs.items() if path not in outcomes)
+
+def _train_many(
+    configs: list[TrainConfig],
+    runs_dir: Path,
+    shared: SharedData,
+    target: torch.device,
+    parallel: int,
+    ranks: Ranks,
+    **options: Any,
+) -> list[Outcome]:
+    ranks.compare("what to train", ", ".join(config.run_id for config in configs) or "nothing")
+    for config in configs:
+        if config.batch < ranks.size:
+            raise ValueError(
+                f"batch is {config.batch}, less than one sample for each of {ranks.size} ranks: "
+                "set --batch or start fewer"
+            )
+    runs = {run.path: run for run in (Run.of(config, runs_dir) for config in configs)}
+    done = ranks.first(lambda: {p: r.result() for p, r in runs.items() if r.state == "done"})
+    outcomes = {path: Outcome(runs[path], result) for path, result in done.items()}
+    alone = ranks.size == 1
+    if not alone or any(config.stream for config in configs):
+        parallel = 1
     with _noticing_interrupts() as interrupted:
-        for outcome in _alternate(trainings, parallel, interrupted):
+
+        def start(run: Run) -> Training:
+            data = shared.get(run.config)
+            return Training(
+                run, data, Lane(target), ranks=ranks, interrupted=interrupted, **options
+            )
+
+        trainings = (start(run) for path, run in runs.items() if path not in outcomes)
+        stop = interrupted if alone else threading.Event()  # ranks have to stop together
+        for outcome in _alternate(trainings, parallel, stop):
             outcomes[outcome.run.path] = outcome
     return [outcomes[path] for path in runs]
 
@@ -170,7 +282,7 @@ def _alternate(
                     busy |= next(turns)
                 except (StopIteration, Diverged) as end:
                     del active[training]
-                    yield _outcome(training.run, end)
+                    yield _outcome(training, end)
             if interrupted.is_set():
                 _save_all(active)
                 raise KeyboardInterrupt
@@ -181,10 +293,12 @@ def _alternate(
             turns.close()
 
 
-def _outcome(run: Run, end: StopIteration | Diverged) -> Outcome:
+def _outcome(training: Training, end: StopIteration | Diverged) -> Outcome:
+    run = training.run
     if isinstance(end, StopIteration):
-        return Outcome(run, result=run.result())
-    run.fail(str(end))
+        return Outcome(run, result=training.ranks.first(run.result))
+    if training.ranks.leads:
+        run.fail(str(end))
     return Outcome(run, failure=str(end))
 
 
@@ -228,7 +342,13 @@ def choose_device(device: torch.device | str | None) -> torch.device:
     if target.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("device 'cuda' asked for, but torch finds none: use --device cpu")
     if target.type == "cuda" and target.index is None:
-        target = torch.device("cuda", torch.cuda.current_device())
+        index = int(os.environ.get("LOCAL_RANK", torch.cuda.current_device()))
+        if index >= torch.cuda.device_count():
+            raise ValueError(
+                f"this is process {index} of this machine, but torch finds only "
+                f"{torch.cuda.device_count()} GPUs: set torchrun's --nproc-per-node"
+            )
+        target = torch.device("cuda", index)
     if target.type == "cuda":
         torch.cuda.set_device(target)
     return target

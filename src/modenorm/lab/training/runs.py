@@ -7,6 +7,7 @@ pruned. `lock` is held while it is trained.
 
 import contextlib
 import json
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +70,7 @@ class Run:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise describe(error, self.path, "nothing was trained") from None
-        with (self.path / "lock").open("w") as file:
+        with (self.path / "lock").open("w") as file, _closed_in_children(file):
             _lock(file, self.path)
             (self.path / "failed").unlink(missing_ok=True)
             write_whole(self.path / "config.json", (self.config.to_json() + "\n").encode())
@@ -104,6 +105,28 @@ class Run:
     def result(self) -> dict[str, Any]:
         """Read the result of a run that is done."""
         return json.loads((self.path / "result.json").read_text())
+
+
+_held: set[IO[str]] = set()
+
+
+@contextlib.contextmanager
+def _closed_in_children(file: IO[str]) -> Iterator[None]:
+    """Keep forked processes, such as a loader's workers, from holding a lock beyond our death."""
+    _held.add(file)
+    try:
+        yield
+    finally:
+        _held.discard(file)
+
+
+def _close_held() -> None:
+    for file in _held:
+        file.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_held)
 
 
 def _lock(file: IO[str], path: Path) -> None:

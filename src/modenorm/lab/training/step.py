@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from modenorm import ModeSparsity
-from modenorm.lab.data.loader import Loader
+from modenorm.lab.data.loader import Batches
+from modenorm.lab.training.ranks import Ranks
 
 WARM_UP_STEPS = 3
 
@@ -55,28 +56,35 @@ class Step:
     Args:
         model: Stays in training mode.
         loader: Holds the next batches.
+        device: Where the model and the batches are.
         momentum: Of SGD.
         weight_decay: Of SGD.
         dtype: Autocast to it unless it is float32.
+        batch: Samples in the batches of all ranks together.
+        ranks: Those who train the model together.
         sparsity: The penalty of regularised steps; None for a training without.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        loader: Loader,
+        loader: Batches,
+        device: torch.device,
         *,
         momentum: float,
         weight_decay: float,
         dtype: torch.dtype,
+        batch: int,
+        ranks: Ranks,
         sparsity: ModeSparsity | None = None,
     ) -> None:
-        device = loader.data.device
         self.model, self.loader, self.dtype = model, loader, dtype
         self.sparsity = sparsity
         self.lr = torch.zeros((), device=device)
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self._momentum, self._weight_decay = momentum, weight_decay
+        self.forward: nn.Module = model  # or what averages its gradients over ranks
+        self._batch, self._ranks = batch, ranks
         self._parameters: list[Tensor] = list(model.parameters())
         named = model.named_parameters() if momentum else ()
         self.momentum_buffers = {name: torch.zeros_like(parameter) for name, parameter in named}
@@ -85,11 +93,18 @@ class Step:
         """Take one step; nothing here waits for a CUDA device."""
         images, labels = self.loader.next_batch()
         with torch.autocast(images.device.type, self.dtype, enabled=self.dtype != torch.float32):
-            logits = self.model(images)
+            logits = self.forward(images)
         loss = functional.cross_entropy(logits.float(), labels)
         for parameter in self._parameters:
             parameter.grad = None
-        (loss + self._penalty() if regularised else loss).backward()
+        objective = loss
+        if self._ranks.size > 1:
+            # ranks may have more or fewer samples; gradients are averaged over ranks
+            loss = loss * (len(labels) / self._batch)
+            objective = loss * self._ranks.size
+        if regularised:
+            objective = objective + self._penalty()
+        objective.backward()
         self._update()
         self.loss_sum.add_(loss.detach())
         if self.sparsity is not None:
@@ -124,7 +139,7 @@ class Step:
     def state(self) -> list[Tensor]:
         """Every tensor that a step changes."""
         model = [*self.model.parameters(), *self.model.buffers()]
-        own = [*self.momentum_buffers.values(), self.loss_sum, *self.loader.state]
+        own = [*self.momentum_buffers.values(), self.loss_sum, *self.loader.state()]
         return [tensor.detach() for tensor in model + own]
 
 

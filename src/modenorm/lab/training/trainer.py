@@ -1,7 +1,9 @@
 """One training from its first step, or its last checkpoint, to its result.
 
 A training is a coroutine: it gives up its turn after queueing some steps and while it waits for
-the device, so that one thread can keep many of them going (see runner.py).
+the device, so that one thread can keep many of them going (see runner.py). Several ranks may train
+one model together (see ranks.py): then each of them runs this with its part of every batch, and
+they agree on everything at the end of every chunk of steps.
 """
 
 import contextlib
@@ -9,6 +11,7 @@ import copy
 import dataclasses
 import json
 import math
+import threading
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
@@ -19,7 +22,15 @@ import torch
 from torch import Tensor
 
 from modenorm import ModeSparsity, prune_modes
-from modenorm.lab.data.loader import DeviceImages, Loader, SampleStream, derive_seed
+from modenorm.lab.data.loader import (
+    Batches,
+    DeviceImages,
+    Images,
+    Loader,
+    SampleStream,
+    derive_seed,
+)
+from modenorm.lab.data.streaming import StreamedImages, StreamLoader
 from modenorm.lab.models import generator_states, generators, load_generator_states
 from modenorm.lab.provenance import provenance
 from modenorm.lab.training.checkpoint import (
@@ -32,6 +43,7 @@ from modenorm.lab.training.checkpoint import (
     load_state,
 )
 from modenorm.lab.training.evaluate import count_errors, errors
+from modenorm.lab.training.ranks import Ranks
 from modenorm.lab.training.runs import Run
 from modenorm.lab.training.schedule import Schedule
 from modenorm.lab.training.step import Lane, Step, Turns, capture
@@ -40,15 +52,18 @@ from modenorm.lab.training.usage import scalars as mode_scalars
 
 CHUNK = {"cuda": 256, "cpu": 16}
 """Steps prepared at once; the loss is looked at after each chunk."""
+SHORT_CHUNK = 16
+"""The same where steps are not captured: large, or with other ranks that may want to stop."""
 TURN = {"cuda": 16, "cpu": 1}
 """Steps queued before others have their turn."""
+SAVING_SHARE = 0.02
+"""Of the time: checkpoints at evaluations may take as much."""
 PENALTY_EVERY = 16
 """The penalty on modes is in every 16th step, 16 times as strong: it then costs next to nothing."""
 PENALTY_FROM = 0.5
 """Part of the training before the penalty sets in, for modes to form."""
-
-
 PRUNING_SAMPLES = 2048
+"""Of the training set: on these the smaller model is compared with the larger one."""
 
 
 class Diverged(RuntimeError):
@@ -57,10 +72,10 @@ class Diverged(RuntimeError):
 
 @dataclass(frozen=True)
 class TrainingData:
-    """A data set on the device, shared by the trainings that use it."""
+    """A data set, on the device or streamed, shared by the trainings that use it."""
 
-    train: DeviceImages
-    test: DeviceImages
+    train: Images
+    test: Images
     about: About
 
 
@@ -103,9 +118,11 @@ class Training:
         run: What to train, and the directory to keep it in.
         data: The data set, padded if the configuration augments.
         lane: Where to queue the work.
-        checkpoint_every: Seconds between checkpoints; every evaluation writes one as well.
+        checkpoint_every: Seconds between checkpoints; evaluations write more where that is cheap.
         listener: Called after every chunk of steps and every evaluation.
         tensorboard: Also write TensorBoard events into the run's directory.
+        ranks: The processes that train the model together.
+        interrupted: Set to let all ranks write a checkpoint and stop.
 
     Attributes:
         position: Finished steps, seconds and metrics.
@@ -122,37 +139,62 @@ class Training:
         checkpoint_every: float = 60.0,
         listener: Listener | None = None,
         tensorboard: bool = False,
+        ranks: Ranks | None = None,
+        interrupted: threading.Event | None = None,
     ) -> None:
         config, kind = run.config, lane.device.type
         self.run, self.data, self.lane = run, data, lane
+        self.ranks = ranks = ranks or Ranks()
+        self._interrupted = interrupted or threading.Event()
         self.schedule = Schedule.of(config, len(data.train))
         self.position = Position()
         self.train_loss = math.nan
         self._checkpoint_every, self._listener = checkpoint_every, listener
         self._dtype = getattr(torch, config.dtype)
-        self._chunk, self._turn = CHUNK[kind], TURN[kind]
+        plain = ranks.size == 1 and not config.stream
+        self._chunk, self._turn = CHUNK[kind] if plain else SHORT_CHUNK, TURN[kind]
+        self._save_seconds = 0.0  # what the last checkpoint took
         self._saved = (-1, 0)  # step and number of evaluations in the last checkpoint
 
         seed = torch.Generator().manual_seed(derive_seed(config.seed, "weights"))
         self.model = build_model(config, len(data.about.classes), seed)
+        if config.sync:
+            self.model = ranks.synchronise(self.model, lane.device)
         self.model.to(lane.device)
         if config.channels_last:
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        stream = SampleStream(len(data.train), config.batch, config.seed, augment=config.augment)
         sparsity = None
         if config.sparsity:
             sparsity = ModeSparsity(self.model, PENALTY_EVERY * config.sparsity)
         self._step = Step(
             self.model,
-            Loader(data.train, stream, self._chunk),
+            self._loader(),
+            lane.device,
             momentum=config.momentum,
             weight_decay=config.weight_decay,
             dtype=self._dtype,
+            batch=config.batch,
+            ranks=ranks,
             sparsity=sparsity,
         )
         self._tensorboard = tensorboard
         self._events: Events | None = None
         self._began = self._saved_at = time.monotonic()
+
+    def _loader(self) -> Batches:
+        config, data = self.run.config, self.data.train
+        stream = SampleStream(
+            len(data),
+            config.batch,
+            config.seed,
+            augment=config.augment,
+            resized=data.size if config.crop == "resized" else None,
+        )
+        part = self.ranks.share(config.batch)
+        if isinstance(data, StreamedImages):
+            return StreamLoader(data, stream, self.schedule.total, part)
+        assert isinstance(data, DeviceImages)
+        return Loader(data, stream, self._chunk, part)
 
     @property
     def seconds(self) -> float:
@@ -168,24 +210,47 @@ class Training:
             OSError: A file could not be written; the last checkpoint is kept.
         """
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self.run.hold())
+            self.ranks.first(lambda: stack.enter_context(self.run.hold()))
             stack.callback(self.lane.synchronize)  # memory of queued work must not be given away
+            stack.callback(self._step.loader.close)
             self._resume()
-            if self._tensorboard:
+            if self._tensorboard and self.ranks.leads:
                 self._events = Events(self.run.path, self.position.step)
                 stack.callback(self._events.close)
             advance = self._prepare()
             while True:
-                if self._evaluation_due():
+                evaluated = self._evaluation_due()
+                if evaluated:
                     yield from self._evaluate()
+                ended = self.position.step == self.schedule.total
+                if ended or self._checkpoint_due(evaluated):
                     self.save()
-                elif time.monotonic() - self._saved_at >= self._checkpoint_every:
-                    self.save()
-                if self.position.step == self.schedule.total:
+                if ended:
                     break
                 yield from self._train(advance)
-            pruned = (yield from self._prune()) if self.run.config.sparsity else {}
-            self.run.finish(self._result() | pruned)
+            if self._step.sparsity is not None:
+                self._step.sparsity.remove()
+            if self.ranks.leads:
+                pruned = (yield from self._prune()) if self.run.config.sparsity else {}
+                self.run.finish(self._result() | pruned)
+
+    def _checkpoint_due(self, evaluated: bool) -> bool:
+        """Whether time has come, or an evaluation was made and writing is cheap beside the rest.
+
+        The clock of rank 0 decides.
+
+        Raises:
+            KeyboardInterrupt: Ranks that train together were interrupted; there is a checkpoint.
+        """
+        elapsed = time.monotonic() - self._saved_at
+        affordable = elapsed * SAVING_SHARE >= self._save_seconds
+        due = elapsed >= self._checkpoint_every or (evaluated and affordable)
+        stop = self._interrupted.is_set() and self.ranks.size > 1
+        due, stop = self.ranks.any(due and self.ranks.leads, stop)
+        if stop:
+            self.save()
+            raise KeyboardInterrupt
+        return due
 
     def save(self) -> None:
         """Write a checkpoint of this moment, unless there is one.
@@ -198,25 +263,35 @@ class Training:
         if self._saved == mark:
             return
         self.lane.synchronize()
+        began = time.monotonic()
+        self._match_estimates()
         tensors = {name: tensor.detach().cpu() for name, tensor in self._tensors().items()}
         for name, tensor in tensors.items():
             if tensor.is_floating_point() and not tensor.isfinite().all():
                 raise Diverged(self._diverged(f"{name} is no longer finite"))
         position = replace(self.position, seconds=self.seconds)
-        Checkpoint(self.run.config, self.data.about, position, tensors).save(self.run.checkpoint)
+        checkpoint = Checkpoint(self.run.config, self.data.about, position, tensors)
+        if self.ranks.leads:
+            checkpoint.save(self.run.checkpoint)
         self._saved, self._saved_at = mark, time.monotonic()
+        self._save_seconds = self._saved_at - began
 
     def _tensors(self) -> dict[str, Tensor]:
         parts = {
             "model": self.model.state_dict(),
             "momentum": self._step.momentum_buffers,
             "generator": generator_states(self.model),
-            "loss": {"sum": self._step.loss_sum},
+            "loss": {"sum": self.ranks.total(self._step.loss_sum)},
         }
         return {f"{part}.{name}": t for part, named in parts.items() for name, t in named.items()}
 
     def _resume(self) -> None:
-        path = self.run.checkpoint
+        """Take up the checkpoint, if there is one; rank 0 reads it for all."""
+        self.position, self._saved = self.ranks.first(self._read_checkpoint)
+        self.ranks.take([*self.model.state_dict().values(), *self._step.momentum_buffers.values()])
+
+    def _read_checkpoint(self) -> tuple[Position, tuple[int, int]]:
+        path, position, saved = self.run.checkpoint, Position(), self._saved
         if path.exists():
             checkpoint = Checkpoint.load(path)
             differences = self.run.config.differences(checkpoint.config)
@@ -229,14 +304,25 @@ class Training:
             copy_tensors(self._step.momentum_buffers, checkpoint.part("momentum"), path)
             copy_tensors({"sum": self._step.loss_sum}, checkpoint.part("loss"), path)
             load_generator_states(self.model, checkpoint.part("generator"))
-            self.position = checkpoint.position
-            self._saved = (self.position.step, len(self.position.metrics))
-        self.run.set_metrics(self.position.metrics)
+            position = checkpoint.position
+            saved = (position.step, len(position.metrics))
+        self.run.set_metrics(position.metrics)
+        return position, saved
+
+    def _match_estimates(self) -> None:
+        """Take the running estimates of rank 0, in case every rank has its own."""
+        if not self.run.config.sync or self.lane.device.type == "cpu":
+            self.ranks.take(list(self.model.buffers()))
 
     def _prepare(self) -> Callable[[bool], None]:
         """The step, plain or with the penalty on modes."""
         self.lane.join()
-        if self.lane.stream is None or self.position.step == self.schedule.total:
+        if self.position.step == self.schedule.total:
+            return self._step
+        with self.lane.enter():
+            self._step.forward = self.ranks.parallel(self.model)
+        alone = self.ranks.size == 1 and self._step.loader.capturable
+        if self.lane.stream is None or not alone:
             return self._step
         self._load_chunk()
         kinds = (False, True) if self.run.config.sparsity else (False,)
@@ -254,14 +340,28 @@ class Training:
             count = min(self._turn, stop - self.position.step)
             with self.lane.enter():
                 for step in range(self.position.step, self.position.step + count):
+                    self._draw_apart(step)
                     advance(self._regularised(step))
             self.position.step += count
             yield True
-        loss_sum = float((yield from self.lane.fetch(self._step.loss_sum)))
+        loss_sum = yield from self._loss_sum()
         if not math.isfinite(loss_sum):
             raise Diverged(self._diverged("the training loss is no longer finite"))
         self.train_loss = loss_sum / (self.position.step - self._last_evaluation())
         self._tell()
+
+    def _draw_apart(self, step: int) -> None:
+        """Let the dropout of each rank draw its own numbers; they depend on the step alone."""
+        if self.ranks.size > 1:
+            for i, generator in enumerate(generators(self.model)):
+                purpose = f"dropout {i} of rank {self.ranks.rank} at step {step}"
+                generator.manual_seed(derive_seed(self.run.config.seed, purpose))
+
+    def _loss_sum(self) -> Generator[bool, None, float]:
+        """Sum of the losses since the last evaluation, over all ranks."""
+        with self.lane.enter():
+            total = self.ranks.total(self._step.loss_sum)
+        return float((yield from self.lane.fetch(total)))
 
     def _load_chunk(self) -> int:
         start = self.position.step
@@ -283,12 +383,15 @@ class Training:
 
     def _evaluate(self) -> Turns:
         usage, names = ModeUsage(self.model), self.data.about.domain_names
+        test, ranks = self.data.test, self.ranks
+        part = ranks.share(len(test))
         with self.lane.enter(), usage.recording():
-            counts = count_errors(self.model, self.data.test, len(names), self._dtype)
-            totals = usage.totals(self.data.test.domains, len(names))
+            self._match_estimates()
+            counts = ranks.total(count_errors(self.model, test, len(names), self._dtype, part))
+            totals = ranks.total(usage.totals(test.domains[part], len(names), len(test)))
         found = errors((yield from self.lane.fetch(counts)), names)
         modes = usage.describe((yield from self.lane.fetch(totals)), names)
-        loss_sum = float((yield from self.lane.fetch(self._step.loss_sum)))
+        loss_sum = yield from self._loss_sum()
         step, config = self.position.step, self.run.config
         record = {
             "step": step,
@@ -304,7 +407,8 @@ class Training:
         }
         with self.lane.enter():
             self._step.loss_sum.zero_()
-        self.run.add_metrics(record)
+        if self.ranks.leads:
+            self.run.add_metrics(record)
         self.position.metrics.append(record)
         if self._events:
             self._events.write(record)
@@ -312,8 +416,6 @@ class Training:
 
     def _prune(self) -> Generator[bool, None, dict[str, Any]]:
         """Take away modes that are not needed, keep the smaller model, and say how it does."""
-        assert self._step.sparsity is not None
-        self._step.sparsity.remove()
         self.lane.synchronize()
         config, loader = self.run.config, self._step.loader
         count = min(-(-PRUNING_SAMPLES // config.batch), self._chunk)
@@ -347,6 +449,9 @@ class Training:
             "steps": self.position.step,
             "samples_seen": self.position.step * self.run.config.batch,
             "seconds": round(self.seconds, 3),
+            "train_images": len(self.data.train),
+            "classes": len(self.data.about.classes),
+            "ranks": self.ranks.size,
             **provenance(self.lane.device),
         }
 

@@ -46,23 +46,27 @@ class ModeUsage:
         with listening([(layer, listener(name)) for name, layer in self._layers.items()]):
             yield
 
-    def totals(self, domains: Tensor, num_domains: int) -> Tensor:
+    def totals(self, domains: Tensor, num_domains: int, num_samples: int | None = None) -> Tensor:
         """Sums over the samples of every domain, and what tells duplicates, as one float64 row.
 
         Args:
             domains: Domain of every sample that the model was given, in that order.
             num_domains: D.
+            num_samples: Of all ranks, whose rows are going to be summed; None for these alone.
         """
+        num_samples = num_samples or len(domains)
         parts = [torch.zeros(0, dtype=torch.float64, device=domains.device)]
         if self._layers:
             member = nn.functional.one_hot(domains, num_domains).t().double()  # (D, N)
             for name, layer in self._layers.items():
-                rows = torch.cat(self._rows[name])
-                gates = rows if rows.shape[1] == layer.num_modes else None
-                rows = rows if gates is None else _with_entropy(rows)
-                parts.append((member @ rows.double()).flatten())
-                if gates is not None:
-                    parts.append(_distances(layer, gates).flatten())
+                of_samples = isinstance(layer, ModeNorm)
+                width = layer.num_modes + (0 if of_samples else 1)
+                rows = torch.cat(self._rows[name] or [member.new_zeros((0, width))])
+                table = _with_entropy(rows) if of_samples else rows
+                parts.append((member @ table.double()).flatten())
+                if of_samples:
+                    share = len(rows) / num_samples
+                    parts.append(_distances(layer, rows).flatten() * share)
         return torch.cat(parts)
 
     def describe(self, totals: Tensor, domain_names: tuple[str, ...]) -> dict[str, Any]:
@@ -98,6 +102,8 @@ def scalars(usage: dict[str, Any]) -> dict[str, float]:
 
 def _distances(layer: Any, gates: Tensor) -> Tensor:
     """Distances between the statistics and between the gates of every two modes: (2, K, K)."""
+    if len(gates) == 0:
+        return gates.new_zeros((2, layer.num_modes, layer.num_modes), dtype=torch.float64)
     logs = gates.double().clamp_min(SMALLEST_GATE).log()
     between = gate_distances(logs.mean(0), logs.t() @ logs / len(logs))
     mean, var = layer.running_mean.double(), layer.running_var.double()

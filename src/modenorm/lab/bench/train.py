@@ -1,0 +1,205 @@
+"""The laboratory's own trainings: time of a step, of an evaluation, and of watching the modes.
+
+The step is the one of `modenorm train`, through `train_many`: captured as a CUDA graph on a GPU,
+several trainings side by side. Images are noise; what they show does not change the speed.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from modenorm.lab.bench.names import split_name
+from modenorm.lab.data import DataSet, ImageSet
+from modenorm.lab.training import TrainConfig, Training, train_many
+from modenorm.lab.training.checkpoint import build_model
+from modenorm.lab.training.evaluate import count_errors
+from modenorm.lab.training.runner import SharedData, choose_device
+from modenorm.lab.training.trainer import CHUNK
+from modenorm.lab.training.usage import ModeUsage
+from modenorm.modes import record_gates
+
+__all__ = ["CASES", "TrainCase", "measure_training"]
+
+PIXEL_BYTES = 600_000_000
+"""Most memory for the images of one case."""
+DEEP = {"momentum": 0.9, "weight_decay": 1e-4, "dtype": "bfloat16", "channels_last": True}
+
+
+@dataclass(frozen=True)
+class TrainCase:
+    """A training to measure.
+
+    Attributes:
+        settings: Arguments of `TrainConfig` that say what a step does.
+        parallel: Trainings side by side.
+        size: Side of the images.
+        classes: Number of classes.
+        steps_per_evaluation: Distance between evaluations in the paper's recipe.
+        images: Training images at most; as many test images, but at most 10,000.
+    """
+
+    settings: dict[str, Any]
+    parallel: int
+    size: int
+    classes: int
+    steps_per_evaluation: int
+    images: int = 50_000
+
+    def config(self, norm: str, steps: int, seed: int = 0) -> TrainConfig:
+        """One of the trainings."""
+        kind, count = split_name(norm)
+        return TrainConfig(
+            dataset="noise",
+            norm=kind,
+            modes=count,
+            groups=count,
+            unit="updates",
+            total=steps,
+            eval_every=steps,
+            lr=0.01,
+            seed=seed,
+            **self.settings,
+        )
+
+    def data(self) -> DataSet:
+        """Noise to train and to evaluate on."""
+        count = min(self.images, PIXEL_BYTES // (3 * self.size**2))
+        return DataSet("noise", self._images(count), self._images(min(count, 10_000)))
+
+    def _images(self, count: int) -> ImageSet:
+        generator = torch.Generator().manual_seed(count)
+        shape = (count, 3, self.size, self.size)
+        images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+        labels = torch.randint(self.classes, (count,), generator=generator)
+        names = tuple(map(str, range(self.classes)))
+        return ImageSet(images, labels, torch.zeros_like(labels), names, ("noise",))
+
+
+CASES = {
+    "lenet": TrainCase({"model": "lenet", "batch": 128}, 10, 32, 30, 782),
+    "resnet20": TrainCase(
+        {**DEEP, "model": "resnet20", "batch": 128, "augment": True}, 4, 32, 10, 391
+    ),
+    "resnet18": TrainCase({**DEEP, "model": "resnet18", "batch": 256}, 1, 64, 200, 391),
+}
+
+
+def measure_training(
+    case: TrainCase, norms: Iterable[str], *, steps: int, rounds: int, device: str | None = None
+) -> Iterator[dict[str, Any]]:
+    """One row per norm; the norms take turns, and each keeps its fastest round.
+
+    Args:
+        case: What to train.
+        norms: Such as bn and mn2; the first one is what the others are compared with.
+        steps: Steps of every training: more than two chunks of them.
+        rounds: How often each norm has its turn.
+        device: "cuda", "cpu", or None for the best there is.
+    """
+    target, norms = choose_device(device), list(norms)
+    if steps <= 2 * CHUNK[target.type]:
+        raise ValueError(f"steps is {steps}, but must exceed {2 * CHUNK[target.type]}: set --steps")
+    data = case.data()
+    rates = dict.fromkeys(norms, 0.0)
+    for _ in range(rounds):
+        for norm in norms:
+            rates[norm] = max(rates[norm], _images_per_second(case, norm, steps, data, target))
+    for norm in norms:
+        step_us = case.settings["batch"] * 1e6 / rates[norm]
+        yield {
+            **{name: case.settings[name] for name in ("model", "batch")},
+            "dtype": case.settings.get("dtype", "float32"),
+            "size": case.size,
+            "parallel": case.parallel,
+            "norm": norm,
+            "step_us": step_us,
+            "images_per_s": rates[norm],
+            "speed_to_first": rates[norm] / rates[norms[0]],
+            **_evaluation(case, norm, step_us, data, target),
+        }
+
+
+def _images_per_second(
+    case: TrainCase, norm: str, steps: int, data: DataSet, device: torch.device
+) -> float:
+    """Of all trainings together, while all of them are in progress."""
+    seen: dict[int, list[tuple[float, int]]] = {}
+
+    def note(training: Training) -> None:
+        if not training.position.metrics:
+            reached = (time.perf_counter(), training.position.step)
+            seen.setdefault(training.run.config.seed, []).append(reached)
+
+    with tempfile.TemporaryDirectory() as folder:
+        train_many(
+            [case.config(norm, steps, seed) for seed in range(case.parallel)],
+            Path(folder),
+            data={"noise": data},
+            device=device,
+            parallel=case.parallel,
+            checkpoint_every=1e9,
+            listener=note,
+        )
+    # first chunks, in which others are still being captured, are left out
+    spans = [(points[0], points[-1]) for points in seen.values()]
+    speeds = [(last[1] - first[1]) / (last[0] - first[0]) for first, last in spans]
+    return sum(speeds) * float(case.settings["batch"])
+
+
+def _evaluation(
+    case: TrainCase, norm: str, step_us: float, data: DataSet, device: torch.device
+) -> dict[str, float]:
+    """Time of an evaluation, and what recording gates and logging modes add to it, in percent."""
+    config = case.config(norm, 1)
+    placed = SharedData(device, None, {"noise": data}).get(config)
+    model = build_model(config, case.classes, torch.Generator().manual_seed(0)).to(device)
+    if config.channels_last:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    dtype = getattr(torch, config.dtype)
+
+    def plain() -> None:
+        count_errors(model, placed.test, 1, dtype)
+
+    def recorded() -> None:
+        with record_gates(model):
+            plain()
+
+    def logged() -> None:
+        usage = ModeUsage(model)
+        with usage.recording():
+            plain()
+            usage.totals(placed.test.domains, 1).cpu()
+
+    plain_us, recorded_us, logged_us = _alternating((plain, recorded, logged))
+    training_us = step_us * case.steps_per_evaluation
+    return {
+        "eval_us": plain_us,
+        "record_gates_percent": 100 * (recorded_us / plain_us - 1),
+        "log_modes_percent_of_eval": 100 * (logged_us / plain_us - 1),
+        "log_modes_percent_of_training": 100 * (logged_us - plain_us) / training_us,
+    }
+
+
+def _alternating(calls: Iterable[Callable[[], None]], seconds: float = 3.0) -> list[float]:
+    """Microseconds of each call, the fastest of many turns, so that drifts meet all alike."""
+    calls = list(calls)
+    best = [float("inf")] * len(calls)
+    began = time.perf_counter()
+    for turn in range(50):
+        for i, call in enumerate(calls):
+            start = time.perf_counter()
+            call()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            if turn:  # the first turn warms up
+                best[i] = min(best[i], 1e6 * (time.perf_counter() - start))
+        if turn >= 2 and time.perf_counter() - began > seconds * len(calls):
+            break
+    return best

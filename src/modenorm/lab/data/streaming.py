@@ -1,0 +1,241 @@
+"""Image files that are decoded by worker processes when a batch needs them, as for ILSVRC12.
+
+What is random about a sample comes from (seed, epoch, sample) alone, and batches arrive in order,
+so the number of workers makes no difference. Workers deliver uint8 (N, S, S, 3); the device
+normalises. Training takes resized crops and flips, evaluation the centre.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from modenorm.lab.data.crops import Boxes, draw_boxes
+from modenorm.lab.data.folder import Listing
+from modenorm.lab.data.loader import Batch, Normaliser, SampleStream, Scaling, derive_seed
+from modenorm.lab.data.sets import DataError
+
+CENTRE = 224 / 256
+"""Side of the evaluated centre, as a share of the short side."""
+IMAGENET = Scaling((123.675, 116.28, 103.53), (58.395, 57.12, 57.375))
+"""The published mean and standard deviation of ILSVRC12: a set this large is not measured."""
+AHEAD = 4
+"""Batches that each worker prepares in advance."""
+
+
+class Place(NamedTuple):
+    """A sample, and the epoch in which it is wanted; epoch None for evaluation."""
+
+    sample: int
+    epoch: int | None
+
+
+Decoded = tuple[Tensor, Tensor] | DataError
+
+
+class ImageFiles(Dataset[Decoded]):
+    """Decodes whole batches; runs inside the workers.
+
+    Args:
+        listing: The files and labels.
+        size: S, the side of the result.
+        seed: Of the crops and flips.
+        augment: Whether training samples are cropped and flipped at random.
+    """
+
+    def __init__(self, listing: Listing, size: int, seed: int = 0, augment: bool = True) -> None:
+        # arrays, not a list: reference counts would copy its pages into every worker
+        self._paths = np.array([os.fsencode(path) for path in listing.paths])
+        self._labels = np.array(listing.labels, np.int64)
+        self._size, self._seed, self._augment = size, seed, augment
+
+    def __getitems__(self, places: Sequence[Place]) -> Decoded:
+        """Images uint8 (N, S, S, 3) and labels (N), or what is wrong with a file."""
+        images = np.empty((len(places), self._size, self._size, 3), np.uint8)
+        try:
+            for image, place in zip(images, places, strict=True):
+                image[:] = self._decode(place)
+        except DataError as error:
+            return error  # raised by the training, without the worker's traceback
+        labels = self._labels[[place.sample for place in places]]
+        return torch.from_numpy(images), torch.from_numpy(labels)
+
+    def _decode(self, place: Place) -> np.ndarray:
+        path = Path(os.fsdecode(self._paths[place.sample]))
+        try:
+            with Image.open(path) as image:
+                if place.epoch is None or not self._augment:
+                    return cut(image, _centre(*image.size), self._size)
+                purpose = f"epoch {place.epoch} sample {place.sample}"
+                generator = torch.Generator().manual_seed(derive_seed(self._seed, purpose))
+                box = draw_boxes(image.height, image.width, 1, generator)
+                pixels = cut(image, _corners(box), self._size)
+                flip = torch.randint(2, (), generator=generator)
+                return pixels[:, ::-1] if flip else pixels
+        # Decoders raise SyntaxError, struct.error and others beside OSError.
+        except Exception as error:
+            raise DataError(f"{path}: expected a complete image file ({error})") from error
+
+
+Corners = tuple[float, float, float, float]
+
+
+def cut(image: Image.Image, corners: Corners, size: int) -> np.ndarray:
+    """Scale a part of an image, given by left, top, right and bottom, to (S, S, 3)."""
+    width, height = image.size
+    # lets the JPEG decoder skip detail, as long as the part is not smaller than the result
+    scale = size / min(corners[2] - corners[0], corners[3] - corners[1])
+    reduced = image.draft("RGB", (int(width * scale), int(height * scale)))
+    # the reduced image is rounded up to whole pixels; its true size is told apart
+    x, y = (reduced[1][2] / width, reduced[1][3] / height) if reduced else (1, 1)
+    left, top, right, bottom = corners
+    box = (left * x, top * y, min(right * x, image.width), min(bottom * y, image.height))
+    rgb = image.convert("RGB")
+    return np.asarray(rgb.resize((size, size), Image.Resampling.BILINEAR, box))
+
+
+def _corners(box: Boxes) -> Corners:
+    top, left, height, width = (int(value) for value in box)
+    return left, top, left + width, top + height
+
+
+def _centre(width: int, height: int) -> Corners:
+    side = min(width, height) * CENTRE
+    left, top = (width - side) / 2, (height - side) / 2
+    return left, top, left + side, top + side
+
+
+class StreamedImages:
+    """A listing of image files as a set to train on and to evaluate.
+
+    Args:
+        listing: The files and labels.
+        size: S, the side of the images.
+        device: Where batches go.
+        channels_last: Deliver images in torch's channels_last format.
+        workers: Processes that decode; 0 decodes in this one.
+    """
+
+    scaling = IMAGENET
+
+    def __init__(
+        self,
+        listing: Listing,
+        size: int,
+        device: torch.device,
+        *,
+        channels_last: bool = False,
+        workers: int = 0,
+    ) -> None:
+        self.listing, self.size, self.device, self.workers = listing, (size, size), device, workers
+        self.labels = torch.tensor(listing.labels, device=device)
+        self.domains = torch.zeros_like(self.labels)
+        self._normalise = Normaliser(IMAGENET, device, channels_last=True)
+        self._format = torch.channels_last if channels_last else torch.contiguous_format
+
+    def __len__(self) -> int:
+        return len(self.listing.labels)
+
+    def batches(self, size: int, part: slice = slice(None)) -> Iterator[Batch]:
+        """Yield the samples of a part of the set once, in order; the last batch may be smaller."""
+        samples = range(len(self))[part]
+        chunks = (samples[i : i + size] for i in range(0, len(samples), size))
+        places = ([Place(sample, None) for sample in chunk] for chunk in chunks)
+        files = ImageFiles(self.listing, self.size[0])
+        for images, labels in self.deliver(files, places):
+            yield Batch(images, labels, torch.zeros_like(labels))
+
+    def deliver(
+        self, files: ImageFiles, batches: Iterator[list[Place]]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Normalised images and labels of each batch, on the device, in order."""
+        decoded: DataLoader[Decoded] = DataLoader(
+            files,
+            batch_sampler=_Once(batches),
+            num_workers=self.workers,
+            prefetch_factor=AHEAD if self.workers else None,
+            collate_fn=_as_it_is,  # type: ignore[arg-type]
+            worker_init_fn=_ignore_interrupts,
+            pin_memory=self.device.type == "cuda",
+            generator=torch.Generator(),  # torch's own is neither used nor changed
+        )
+        for batch in decoded:
+            if isinstance(batch, DataError):
+                raise batch
+            pixels, labels = (part.to(self.device, non_blocking=True) for part in batch)
+            yield self._normalise(pixels).contiguous(memory_format=self._format), labels
+
+
+class _Once:
+    """What DataLoader wants of a batch sampler."""
+
+    def __init__(self, batches: Iterator[list[Place]]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[list[Place]]:
+        return self._batches
+
+
+def _ignore_interrupts(worker: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the training decides when to stop
+
+
+def _as_it_is(batch: Decoded) -> Decoded:
+    return batch
+
+
+class StreamLoader:
+    """Training batches of streamed images, decoded ahead of the training.
+
+    Args:
+        data: The training set.
+        stream: The order of samples.
+        steps: Number of steps of the training; nothing is decoded beyond.
+        part: The samples of every batch to deliver, such as those of one rank.
+    """
+
+    capturable = False
+
+    def __init__(
+        self, data: StreamedImages, stream: SampleStream, steps: int, part: slice = slice(None)
+    ) -> None:
+        self.data, self.stream, self._steps, self._part = data, stream, steps, part
+        self._files = ImageFiles(data.listing, data.size[0], stream.seed, stream.augment)
+        self._next = -1  # the step that the running workers deliver next
+        self._batches: Iterator[tuple[Tensor, Tensor]] = iter(())
+
+    def state(self) -> list[Tensor]:
+        """No tensors: there is no capture whose warm-up would have to be taken back."""
+        return []
+
+    def load(self, start: int, stop: int) -> None:
+        """Go on, or begin at `start`."""
+        if start != self._next:
+            self._next = start
+            self._batches = self.data.deliver(self._files, self._places(start))
+
+    def next_batch(self) -> tuple[Tensor, Tensor]:
+        """The next normalised images (N, C, H, W) and labels (N)."""
+        self._next += 1
+        return next(self._batches)
+
+    def close(self) -> None:
+        """Stop the workers."""
+        self._next, self._batches = -1, iter(())
+
+    def _places(self, start: int) -> Iterator[list[Place]]:
+        batch, count = self.stream.batch, self.stream.num_samples
+        for step in range(start, self._steps):
+            samples = self.stream.draw(step, step + 1).sample[0].tolist()
+            epochs = [place // count for place in range(step * batch, (step + 1) * batch)]
+            places = [Place(s, e) for s, e in zip(samples, epochs, strict=True)]
+            yield places[self._part]

@@ -1,0 +1,95 @@
+"""What the ranks of test_ranks.py run: `torchrun ranks_child.py FOLDER`."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from fake_data import fake_config, fake_data, fake_images
+
+from modenorm.lab.data import DataSet
+from modenorm.lab.training import TrainConfig, Training, recipe, train
+
+UNEVEN = fake_config(model="resnet20", batch=7, total=3, milestones=(2,), eval_every=2)
+PER_RANK = fake_config(model="resnet20", batch=7, total=3, norm="bn", sync=False)
+STOPPED = fake_config(model="resnet20", norm="gn", batch=5, total=24, milestones=(), eval_every=18)
+MORTAL = {
+    "model": "resnet20",
+    "dataset": "folder:images",
+    "image_size": 16,
+    "stream": True,
+    "crop": "resized",
+    "norm": "mn",
+    "batch": 5,
+    "lr": 0.01,
+    "unit": "updates",
+    "total": 32,
+    "eval_every": 32,
+}
+"""A training that one test kills; also arguments of the command line."""
+DROPOUT = fake_config(norm="bn", batch=6, total=3)
+
+
+def streamed(name: str, **changes: Any) -> TrainConfig:
+    """A training on an image folder in the working directory."""
+    settings = {
+        "model": "resnet20",
+        "norm": "mn",
+        "dataset": f"folder:{name}",
+        "image_size": 16,
+        "stream": True,
+        "crop": "resized",
+        "batch": 5,
+        "total": 3,
+        "milestones": (),
+        "eval_every": 3,
+    }
+    return fake_config(**settings | changes)
+
+
+def failure(config: TrainConfig, folder: Path, **options: Any) -> dict[str, Any]:
+    """How a training is refused, and after how many seconds."""
+    began = time.monotonic()
+    try:
+        train(config, folder, device="cpu", **options)
+    except (ValueError, OSError) as error:
+        return {"error": str(error), "seconds": time.monotonic() - began}
+    return {"error": None}
+
+
+def stop(training: Training) -> None:
+    """Interrupt rank 0, which alone has a listener."""
+    if training.position.step >= 16:
+        signal.raise_signal(signal.SIGINT)
+
+
+def main(folder: Path) -> None:
+    """Train, stop and fail in all ways that need several ranks."""
+    rank = int(os.environ["RANK"])
+    runs, found = folder / "two", {}
+    os.chdir(folder / f"rank{rank}")
+    for name, config in (("uneven", UNEVEN), ("per rank", PER_RANK), ("dropout", DROPOUT)):
+        found[name] = train(config, runs, data=fake_data(), device="cpu")
+    found["streamed"] = train(streamed("images"), runs, device="cpu", workers=1)
+    train(recipe(**MORTAL), runs, device="cpu", workers=1)
+    try:
+        train(STOPPED, runs, data=fake_data(), device="cpu", listener=stop)
+    except KeyboardInterrupt:
+        found["stopped"] = True
+    found["small batch"] = failure(fake_config(batch=1), runs, data=fake_data())
+    found["other command"] = failure(fake_config(seed=rank), runs, data=fake_data())
+    other = DataSet("fake", fake_images(70 + rank), fake_images(33, seed=1))
+    found["other data"] = failure(fake_config(), runs, data={"fake": other})
+    found["other folder"] = failure(streamed("differs"), runs, workers=0)
+    found["missing folder"] = failure(streamed("only0"), runs, workers=0)
+    found["unreadable"] = failure(streamed("images"), folder / "occupied")
+    (folder / f"rank{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]))

@@ -1,0 +1,206 @@
+"""Two processes that train together: the same numbers, one voice, and an end without a hang."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_data import fake_config, fake_data
+from PIL import Image
+from ranks_child import MORTAL, PER_RANK, STOPPED, UNEVEN, streamed
+from test_resume import same_end
+
+from modenorm.lab.training import Checkpoint, Run, recipe, train
+from modenorm.lab.training.ranks import Ranks
+
+HERE = Path(__file__).parent
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def torchrun(*arguments: str, ranks: int = 2) -> list[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*command, f"--nproc-per-node={ranks}", *arguments]
+
+
+def write_images(folder: Path, count: int) -> None:
+    for number in range(count):
+        part, label = ("train", "val")[number % 4 == 3], "ab"[number % 2]
+        path = folder / part / label / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (30 + number, 24), (9 * number, 80, 99)).save(path)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where two ranks have run ranks_child.py."""
+    folder = tmp_path_factory.mktemp("ranks")
+    for rank in range(2):
+        write_images(folder / f"rank{rank}" / "images", 21)
+        write_images(folder / f"rank{rank}" / "differs", 20 + rank)
+    write_images(folder / "rank0" / "only0", 4)
+    (folder / "occupied").write_text("a file where runs should be")
+    command = torchrun(str(HERE / "ranks_child.py"), str(folder))
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_uneven_shares_give_the_numbers_of_one_process(folder: Path) -> None:
+    """Batches of 7 are 3 and 4 samples, 33 test images 16 and 17."""
+    train(UNEVEN, folder / "one", data=fake_data())
+    one, two = (Run.of(UNEVEN, folder / name) for name in ("one", "two"))
+    alone, together = (Checkpoint.load(run.checkpoint) for run in (one, two))
+    for name, tensor in alone.tensors.items():
+        if name.startswith("generator."):
+            continue
+        # float32, three steps of twenty layers; sums are taken in another order
+        torch.testing.assert_close(together.tensors[name], tensor, rtol=2e-3, atol=2e-5)
+    assert [r["train_loss"] for r in two.metrics()] == pytest.approx(
+        [r["train_loss"] for r in one.metrics()], rel=1e-5
+    )
+    for theirs, ours in zip(two.metrics(), one.metrics(), strict=True):
+        for name in ("step", "samples", "test_error", "top5_error", "domain_errors"):
+            assert theirs[name] == ours[name]
+        for layer, usage in ours["modes"].items():
+            assert theirs["modes"][layer]["shares"] == pytest.approx(usage["shares"], abs=1e-3)
+
+
+def test_statistics_of_every_rank_for_itself(folder: Path, found: list[dict[str, Any]]) -> None:
+    """The first layer's running mean is that of rank 0's part of the batches."""
+    name = "model.stem.norm.running_mean"
+    tensors = Checkpoint.load(Run.of(PER_RANK, folder / "two").checkpoint).tensors
+    train(PER_RANK, folder / "one", data=fake_data())
+    whole = Checkpoint.load(Run.of(PER_RANK, folder / "one").checkpoint).tensors
+    assert not torch.allclose(tensors[name], whole[name], rtol=1e-2)
+    assert found[0]["per rank"] == found[1]["per rank"]
+    assert found[0]["per rank"]["ranks"] == 2
+
+
+def test_all_ranks_have_the_result_of_rank_0(found: list[dict[str, Any]]) -> None:
+    for name in ("uneven", "dropout", "streamed"):
+        assert found[0][name] == found[1][name]
+
+
+def test_streamed_images_in_shares(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder / "rank0")
+    train(streamed("images"), folder / "one", workers=0)
+    one, two = (Run.of(streamed("images"), folder / name) for name in ("one", "two"))
+    assert two.metrics()[-1]["train_loss"] == pytest.approx(
+        one.metrics()[-1]["train_loss"], rel=1e-4
+    )
+    assert one.result()["train_images"] == 16
+
+
+def test_goes_on_with_another_number_of_ranks(folder: Path, found: list[dict[str, Any]]) -> None:
+    assert found[0]["stopped"]
+    assert found[1]["stopped"]
+    run = Run.of(STOPPED, folder / "two")
+    assert run.state == "incomplete"
+    step = Checkpoint.load(run.checkpoint).position.step
+    assert 16 <= step < STOPPED.total
+    resumed = train(STOPPED, folder / "two", data=fake_data())
+    whole = train(STOPPED, folder / "one", data=fake_data())
+    assert resumed["samples_seen"] == whole["samples_seen"]
+    losses = [
+        [r["train_loss"] for r in Run.of(STOPPED, folder / name).metrics()]
+        for name in ("one", "two")
+    ]
+    # float32 over 40 steps
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("small batch", "batch is 1, less than one sample for each of 2 ranks"),
+        ("other command", "what to train must be the same on every rank, but rank 0 has nin"),
+        ("other data", "rank 0 has 70 training and 33 test images of 4 classes"),
+        ("other data", "rank 1 has 71 training and 33 test images of 4 classes"),
+        ("other folder", "rank 0 has 15 training and 5 test images of 2 classes"),
+        ("other folder", "rank 1 has 16 training and 5 test images of 2 classes"),
+        ("missing folder", "only0/train: missing"),
+        ("unreadable", "occupied"),
+    ],
+)
+def test_every_rank_is_told_at_once(found: list[dict[str, Any]], case: str, message: str) -> None:
+    for rank in range(2):
+        assert message in found[rank][case]["error"]
+        assert found[rank][case]["seconds"] < 5
+
+
+def rank_1_of(parent: int) -> int | None:
+    """The process that torchrun started as rank 1."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            ppid = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            if ppid == parent and b"\0RANK=1\0" in (entry / "environ").read_bytes():
+                return int(entry.name)
+        except OSError:
+            continue
+    return None
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
+def test_a_killed_rank_and_the_restart(folder: Path, tmp_path: Path) -> None:
+    """SIGKILL in the middle: torchrun starts all ranks again, from the last checkpoint."""
+    arguments = ["-m", "modenorm", "train", "--device", "cpu", "--workers", "1"]
+    arguments += ["--checkpoint-every", "0", "--runs", str(tmp_path)]
+    for name, value in MORTAL.items():
+        option = "--" + name.replace("_", "-")
+        arguments += [option] if value is True else [option, str(value)]
+    run = Run.of(recipe(**MORTAL), tmp_path)
+    command = torchrun("--max-restarts=1", "--monitor-interval=0.1", *arguments)
+    with subprocess.Popen(
+        command, cwd=folder / "rank0", env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stderr is not None
+        while not run.checkpoint.exists():
+            assert parent.poll() is None, parent.stderr.read()
+            time.sleep(0.01)
+        victim = rank_1_of(parent.pid)
+        assert victim is not None
+        os.kill(victim, signal.SIGKILL)
+        errors = parent.stderr.read()
+    assert parent.returncode == 0, errors
+    assert "exitcode: -9" in errors
+    same_end(run, Run.of(recipe(**MORTAL), folder / "two"))
+
+
+def test_shares_are_everything_once() -> None:
+    for count in (0, 1, 5, 33, 256):
+        for size in (1, 2, 3, 7):
+            parts = [range(count)[Ranks(rank, size).share(count)] for rank in range(size)]
+            assert [i for part in parts for i in part] == list(range(count))
+            assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_a_child_does_not_keep_the_lock(tmp_path: Path) -> None:
+    """As a loader's worker would that outlives a killed training."""
+    run = Run.of(fake_config(), tmp_path)
+    reader, writer = os.pipe()
+    with run.hold():
+        pid = os.fork()
+        if pid == 0:
+            os.write(writer, b"running")
+            time.sleep(30)
+            os._exit(0)
+        os.read(reader, 7)
+    try:
+        with run.hold():
+            pass
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(reader)
+        os.close(writer)
