@@ -227,12 +227,12 @@ def test_the_optimizer_goes_on():
         shares = torch.tensor([0.2, 0.2, 0.4, 0.2])
         mean, var = model[0].running_mean.clone(), model[0].running_var.clone()
         weight = gate.detach().clone()
-        combine_modes(model[0], [(1,), (2, 3)], shares, torch.tensor([0.0, 0.7]), optimizer)
+        combine_modes(model[0], [(3,), (1, 2)], shares, torch.tensor([0.0, 0.7]), optimizer)
         assert model[0].gate.weight is gate
-        assert_close(gate.detach()[1], weight[2] * 2 / 3 + weight[3] / 3, 1e-12)
-        assert_close(optimizer.state[gate][key], torch.stack([before[1], before[2] + before[3]]), 0)
-        pooled = mean[2] * 2 / 3 + mean[3] / 3
-        second = (var[2] + mean[2] ** 2) * 2 / 3 + (var[3] + mean[3] ** 2) / 3
+        assert_close(gate.detach()[1], weight[1] / 3 + weight[2] * 2 / 3, 1e-12)
+        assert_close(optimizer.state[gate][key], torch.stack([before[3], before[1] + before[2]]), 0)
+        pooled = mean[1] / 3 + mean[2] * 2 / 3
+        second = (var[1] + mean[1] ** 2) / 3 + (var[2] + mean[2] ** 2) * 2 / 3
         assert_close(model[0].running_mean[1], pooled, 1e-12)
         assert_close(model[0].running_var[1], second - pooled**2, 1e-9)
         optimizer.zero_grad()

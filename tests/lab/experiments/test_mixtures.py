@@ -69,8 +69,9 @@ def test_the_command_keeps_and_shows_results(
         assert result.exit_code == 0, result.output
     file = tmp_path / "automatic_mixtures.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [line["method"] for line in lines] == ["none"] * 4 + ["switch"] * 4
-    assert [line["seed"] for line in lines] == [0, 1] * 4
+    assert [line["method"] for line in lines] == ["none"] * 8 + ["switch"] * 8
+    assert [line["seed"] for line in lines] == [0, 0, 1, 1] * 4
+    assert [line["tolerance"] for line in lines] == [0.05, 0.1] * 8
     assert all(1 <= line["found"] <= 8 for line in lines)
     assert lines[0].keys() >= {"commit", "torch", "device", "date", "steps"}
     result = CliRunner().invoke(app, [*arguments, "--tune", "--method", "switch"])
@@ -86,7 +87,9 @@ def test_the_command_keeps_and_shows_results(
 def test_the_summary_counts() -> None:
     line = {"mixture": "a", "modes": 2, "method": "none", "strength": 0.0, "tolerance": 0.05}
     lines = [line | {"found": found} for found in (2, 2, 3)]
-    assert mixtures.summary(lines)[1] == [["a", "2/3", "2.33"], ["all", "2/3", ""]]
+    header, rows = mixtures.summary(lines)
+    assert header == ["mixture", "pruning alone"]
+    assert rows == [["a", "2/3 (2.3)"], ["all", "2/3"]]
 
 
 def test_the_page_shows_the_committed_results() -> None:

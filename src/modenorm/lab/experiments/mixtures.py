@@ -6,6 +6,7 @@ standard deviation to see it. Many networks are trained at once, by `losses`, wh
 the library's layers do; then each becomes such a network and is pruned by `prune_modes`.
 """
 
+import copy
 import itertools
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
@@ -203,7 +204,7 @@ def _single(parameters: dict[str, Tensor], i: int, method: Method) -> nn.Sequent
 def measure(
     drawn: Sequence[tuple[Mixture, int]],
     method: Method,
-    tolerances: Sequence[float] = (DEFAULT_TOLERANCE,),
+    tolerances: Sequence[float] = (DEFAULT_TOLERANCE, 2 * DEFAULT_TOLERANCE),
     steps: int = STEPS,
 ) -> Iterator[Line]:
     """Train on mixtures and seeds, prune, and count the modes that are left."""
@@ -214,8 +215,9 @@ def measure(
     for i, (mixture, seed) in enumerate(drawn):
         recalibrate(networks[i], (x[i] for x, _ in data))
         error = _error(networks[i], x_test[i], y_test[i])
-        for tolerance in sorted(tolerances):  # a larger one goes on where a smaller one stopped
-            result = prune_modes(networks[i], [data[0][0][i, :PRUNING_SAMPLES]], tolerance)
+        for tolerance in tolerances:
+            pruned = copy.deepcopy(networks[i])
+            result = prune_modes(pruned, [data[0][0][i, :PRUNING_SAMPLES]], tolerance)
             (modes,) = result.num_modes.values()
             yield {
                 "mixture": mixture.label,
@@ -226,7 +228,7 @@ def measure(
                 "tolerance": tolerance,
                 "found": modes,
                 "error": round(error, 2),
-                "pruned_error": round(_error(networks[i], x_test[i], y_test[i]), 2),
+                "pruned_error": round(_error(pruned, x_test[i], y_test[i]), 2),
                 "change": round(result.change, 4),
                 "steps": steps,
             }
@@ -254,28 +256,26 @@ def right(lines: Iterable[Line]) -> str:
 
 
 def summary(lines: Sequence[Line]) -> tuple[list[str], list[list[str]]]:
-    """A header and rows: how often each method found the right number, for every mixture."""
+    """A header and rows: how often each method found the right number, and the mean it found."""
     methods = by_method(lines)
-    header = ["mixture", *(f"{name}: right" for name in methods)]
-    header += [f"{name}: mean found" for name in methods]
     rows = []
     for label in dict.fromkeys(line["mixture"] for line in lines):
         chosen = [[line for line in part if line["mixture"] == label] for part in methods.values()]
-        means = [f"{statistics.fmean(line['found'] for line in part):.2f}" for part in chosen]
-        rows.append([label, *map(right, chosen), *means])
-    rows.append(["all", *map(right, methods.values()), *[""] * len(methods)])
-    return header, rows
+        means = [statistics.fmean(line["found"] for line in part) for part in chosen]
+        rows.append([label, *(f"{right(p)} ({m:.1f})" for p, m in zip(chosen, means, strict=True))])
+    rows.append(["all", *map(right, methods.values())])
+    return ["mixture", *methods], rows
 
 
 def errors(lines: Sequence[Line]) -> tuple[list[str], list[list[str]]]:
     """A header and rows: hits and mean test errors of each method, before and after pruning."""
-    header = ["training", "tolerance", "right", "error %", "after pruning", "largest change"]
+    header = ["method", "right", "error %", "error % after pruning", "largest change of outputs"]
     rows = []
     for name, part in by_method(lines).items():
         names = ("error", "pruned_error")
         means = [f"{statistics.fmean(line[name] for line in part):.2f}" for name in names]
         largest = max(line["change"] for line in part)
-        rows.append([name, f"{part[0]['tolerance']:g}", right(part), *means, f"{largest:.3f}"])
+        rows.append([name, right(part), *means, f"{largest:.3f}"])
     return header, rows
 
 
