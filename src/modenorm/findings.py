@@ -120,7 +120,9 @@ class LayerReport:
 
 
 def duplicate_modes(
-    shares: Sequence[float], statistics_distances: Rows, gate_distances: Rows
+    shares: Sequence[float],
+    statistics_distances: Sequence[Sequence[float]],
+    gate_distances: Sequence[Sequence[float]],
 ) -> tuple[tuple[int, int], ...]:
     """Pairs of living modes with the same statistics, or with the same samples."""
     alive = [k for k, share in enumerate(shares) if share >= DEAD_SHARE]

@@ -152,7 +152,7 @@ class ModeNorm(Float32Buffers):
             mask,
         )
         if self.gate_listener is not None:
-            self.gate_listener(used)
+            self.gate_listener(used if gates is None else used.clone())  # theirs may change
         return y
 
     def _check_input(self, x: Tensor) -> None:

@@ -52,7 +52,7 @@ class GateRecording(dict[str, list[Tensor]]):
         if step % stride:
             return
         every = max(1, -(-gates.numel() // self._limit))
-        kept.append(gates.detach()[::every].clone())
+        kept.append(gates.detach() if every == 1 else gates.detach()[::every].clone())
         steps.append(step)
         self._size[name] = self._size.get(name, 0) + kept[-1].numel() + ENTRY
         while len(kept) > 1 and self._size[name] > self._limit:

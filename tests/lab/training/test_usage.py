@@ -5,13 +5,24 @@ import json
 import pytest
 import torch
 from fake_data import fake_images
+from torch import nn
 
 from modenorm import mode_report
+from modenorm.findings import distinct_modes, duplicate_modes
 from modenorm.lab.data.loader import DeviceImages
 from modenorm.lab.models import create_model
 from modenorm.lab.training import evaluate
 from modenorm.lab.training.evaluate import count_errors
 from modenorm.lab.training.usage import ModeUsage, scalars
+from modenorm.modes import mode_layers, statistics_distances
+
+
+def tell_apart(model: nn.Module) -> None:
+    """Modes with other samples; modes 1 and 2 have the same statistics in every second layer."""
+    for i, layer in enumerate(mode_layers(model).values()):
+        layer.gate.weight.data.mul_(100)
+        layer.running_mean[1:] += 1
+        layer.running_mean[2] += i % 2
 
 
 @pytest.mark.parametrize("norm", ["mn", "mgn", "bn"])
@@ -20,7 +31,9 @@ def test_usage_equals_the_report(norm: str, monkeypatch: pytest.MonkeyPatch) -> 
     source = fake_images(23)
     data = DeviceImages(source, torch.device("cpu"))
     model = create_model("resnet20", num_classes=12, norm=norm, modes=3).train()
-    usage = ModeUsage(model)
+    if norm == "mn":
+        tell_apart(model)
+    usage = ModeUsage(model, distinct=True)
     with usage.recording():
         plain = count_errors(model, data, 2, torch.float32)
         totals = usage.totals(data.domains, 2)
@@ -40,3 +53,10 @@ def test_usage_equals_the_report(norm: str, monkeypatch: pytest.MonkeyPatch) -> 
         for name, shares in zip(source.domain_names, layer.domain_shares, strict=True):
             assert own["by_domain"][name] == pytest.approx(shares, abs=1e-4)
         assert scalars(found)[f"mode_share/{layer.name}/2"] == own["shares"][2]
+        if norm == "mn":
+            norm_layer = mode_layers(model)[layer.name]
+            apart = statistics_distances(norm_layer.running_mean, norm_layer.running_var, 1e-5)
+            same = duplicate_modes(layer.shares, apart.tolist(), layer.gate_distances)
+            assert own["distinct"] == distinct_modes(layer.shares, same)
+    if norm == "mn":
+        assert {own["distinct"] for own in found.values()} > {2, 3}

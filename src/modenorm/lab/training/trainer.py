@@ -382,7 +382,8 @@ class Training:
         return metrics[-1]["step"] if metrics else 0
 
     def _evaluate(self) -> Turns:
-        usage, names = ModeUsage(self.model), self.data.about.domain_names
+        usage = ModeUsage(self.model, distinct=bool(self.run.config.sparsity))
+        names = self.data.about.domain_names
         test, ranks = self.data.test, self.ranks
         part = ranks.share(len(test))
         with self.lane.enter(), usage.recording():

@@ -28,13 +28,22 @@ DIGITS = 4
 class ModeUsage:
     """Gates of one evaluation, and what they sum up to.
 
+    Layers that are alike, of one kind and with the same K, are summed up together: an evaluation
+    then costs a handful of operators more, whatever the number of layers.
+
     Args:
         model: Any model; without modes there is nothing to note.
+        distinct: Also find out how many modes of every mode norm are distinct.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, distinct: bool = False) -> None:
         self._layers = mode_layers(model)
         self._rows: dict[str, list[Tensor]] = {name: [] for name in self._layers}
+        self._alike: dict[tuple[bool, int], list[str]] = {}
+        for name, layer in self._layers.items():
+            key = (isinstance(layer, ModeNorm), layer.num_modes)
+            self._alike.setdefault(key, []).append(name)
+        self._distinct = distinct
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -47,42 +56,73 @@ class ModeUsage:
             yield
 
     def totals(self, domains: Tensor, num_domains: int, num_samples: int | None = None) -> Tensor:
-        """Sums over the samples of every domain, and what tells duplicates, as one float64 row.
+        """Sums over the samples as one float64 row, to be summed over ranks.
 
         Args:
             domains: Domain of every sample that the model was given, in that order.
             num_domains: D.
-            num_samples: Of all ranks, whose rows are going to be summed; None for these alone.
+            num_samples: Of all ranks; None for these alone.
         """
-        num_samples = num_samples or len(domains)
         parts = [torch.zeros(0, dtype=torch.float64, device=domains.device)]
-        if self._layers:
-            member = nn.functional.one_hot(domains, num_domains).t().double()  # (D, N)
-            for name, layer in self._layers.items():
-                of_samples = isinstance(layer, ModeNorm)
-                width = layer.num_modes + (0 if of_samples else 1)
-                rows = torch.cat(self._rows[name] or [member.new_zeros((0, width))])
-                table = _with_entropy(rows) if of_samples else rows
-                parts.append((member @ table.double()).flatten())
-                if of_samples:
-                    share = len(rows) / num_samples
-                    parts.append(_distances(layer, rows).flatten() * share)
+        member = nn.functional.one_hot(domains, num_domains).t().double()  # (D, N)
+        for (of_samples, num_modes), names in self._alike.items():
+            width = num_modes if of_samples else num_modes + 1
+            rows = [row for name in names for row in self._rows[name]]
+            gates = torch.cat(rows or [member.new_zeros((0, width))])
+            gates = gates.double().view(len(names), len(domains), width)
+            table = _with_entropy(gates) if of_samples else gates
+            parts.append((member @ table).flatten())
+            if of_samples and self._distinct:
+                share = len(domains) / (num_samples or len(domains))
+                parts += [*self._log_sums(gates), self._estimates(names) * share]
         return torch.cat(parts)
 
+    def _log_sums(self, gates: Tensor) -> tuple[Tensor, Tensor]:
+        logs = gates.clamp_min(SMALLEST_GATE).log()  # (layers, N, K)
+        return logs.sum(1).flatten(), (logs.mT @ logs).flatten()
+
+    def _estimates(self, names: list[str]) -> Tensor:
+        """Running means and variances of some layers in one row."""
+        layers: list[Any] = [self._layers[name] for name in names]
+        estimates = [e for layer in layers for e in (layer.running_mean, layer.running_var)]
+        return torch.cat([estimate.flatten() for estimate in estimates]).double()
+
     def describe(self, totals: Tensor, domain_names: tuple[str, ...]) -> dict[str, Any]:
-        """Mean gates, mean entropy (bits), distinct modes of every layer; gates in every domain."""
-        found = {}
-        for name, layer in self._layers.items():
-            k, size = layer.num_modes, len(domain_names) * (layer.num_modes + 1)
-            found[name] = _describe(totals[:size].view(len(domain_names), -1), domain_names)
-            totals = totals[size:]
-            if isinstance(layer, ModeNorm):
-                distances = totals[: 2 * k * k].view(2, k, k).tolist()
-                totals = totals[2 * k * k :]
-                shares = found[name]["shares"]
-                duplicates = duplicate_modes(shares, *distances)
-                found[name]["distinct"] = distinct_modes(shares, duplicates)
-        return found
+        """Mean gates and mean entropy (bits) of every layer, gates in every domain.
+
+        And the number of distinct modes, if it was asked for.
+        """
+        found, row = {}, _Row(totals)
+        for (of_samples, num_modes), names in self._alike.items():
+            tables = row.take(len(names), len(domain_names), num_modes + 1)
+            for name, table in zip(names, tables, strict=True):
+                found[name] = _describe(table, domain_names)
+            if of_samples and self._distinct:
+                logs = row.take(len(names), num_modes)
+                products = row.take(len(names), num_modes, num_modes)
+                for i, name in enumerate(names):
+                    count = tables[i, :, :-1].sum()
+                    between = gate_distances(logs[i] / count, products[i] / count)
+                    found[name]["distinct"] = self._count(name, row, found[name]["shares"], between)
+        return {name: found[name] for name in self._layers}
+
+    def _count(self, name: str, row: "_Row", shares: list[float], between: Tensor) -> int:
+        layer: Any = self._layers[name]
+        mean, var = (row.take(*layer.running_mean.shape) for _ in range(2))
+        apart = statistics_distances(mean, var, layer.eps)
+        duplicates = duplicate_modes(shares, apart.tolist(), between.tolist())
+        return distinct_modes(shares, duplicates)
+
+
+class _Row:
+    """Arrays taken off the front of a row of numbers."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._values, self._place = values, 0
+
+    def take(self, *shape: int) -> Tensor:
+        start, self._place = self._place, self._place + math.prod(shape)
+        return self._values[start : self._place].view(shape)
 
 
 def scalars(usage: dict[str, Any]) -> dict[str, float]:
@@ -98,16 +138,6 @@ def scalars(usage: dict[str, Any]) -> dict[str, float]:
         for layer, found in usage.items()
         if "distinct" in found
     }
-
-
-def _distances(layer: Any, gates: Tensor) -> Tensor:
-    """Distances between the statistics and between the gates of every two modes: (2, K, K)."""
-    if len(gates) == 0:
-        return gates.new_zeros((2, layer.num_modes, layer.num_modes), dtype=torch.float64)
-    logs = gates.double().clamp_min(SMALLEST_GATE).log()
-    between = gate_distances(logs.mean(0), logs.t() @ logs / len(logs))
-    mean, var = layer.running_mean.double(), layer.running_var.double()
-    return torch.stack((statistics_distances(mean, var, layer.eps), between))
 
 
 def _small(gates: Tensor) -> Tensor:
