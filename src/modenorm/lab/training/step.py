@@ -1,8 +1,6 @@
 """One training step, and its capture as a CUDA graph."""
 
-import functools
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor, nn
@@ -13,30 +11,17 @@ from modenorm.lab.data.loader import Batches
 from modenorm.lab.training.ranks import Ranks
 
 WARM_UP_STEPS = 3
-LAUNCH_THREADS = 8
-"""Threads that launch graphs: a launch takes the host as long as the device may need for a step."""
 
 Turns = Generator[bool, None, None]
 """A training's turns: True after it queued work, False while it waits for the device."""
 
 
-@functools.cache
-def _launchers() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(LAUNCH_THREADS, "launch")
-
-
 class Lane:
-    """Where one training queues its work: a CUDA stream of its own, or the CPU.
-
-    Attributes:
-        launches: Whether `start` is given launches of graphs alone, which other threads can do.
-    """
+    """Where one training queues its work: a CUDA stream of its own, or the CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.launches = False
-        self._started: Future[None] | None = None
 
     def enter(self) -> torch.cuda.StreamContext:
         """Queue what follows on this lane; does nothing on the CPU."""
@@ -47,30 +32,8 @@ class Lane:
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
 
-    def start(self, work: Callable[[], None]) -> None:
-        """Queue work on this lane; what was started before must have ended."""
-
-        def queue() -> None:
-            with self.enter():
-                work()
-
-        if self.launches:
-            self._started = _launchers().submit(queue)
-        else:
-            queue()
-
-    def started(self) -> Turns:
-        """Give up turns until all of the work is queued."""
-        while self._started is not None and not self._started.done():
-            yield False
-        if self._started is not None:
-            self._started.result()
-        yield True
-
     def synchronize(self) -> None:
         """Wait for all work on this lane."""
-        if self._started is not None:
-            self._started.exception()
         if self.stream is not None:
             self.stream.synchronize()
 

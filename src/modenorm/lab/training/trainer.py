@@ -13,9 +13,8 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -328,7 +327,6 @@ class Training:
         self._load_chunk()
         kinds = (False, True) if self.run.config.sparsity else (False,)
         graphs = [capture(self._step, generators(self.model), self.lane, kind) for kind in kinds]
-        self.lane.launches = True
         return lambda regularised: graphs[regularised]()
 
     def _regularised(self, step: int) -> bool:
@@ -339,21 +337,18 @@ class Training:
         """Train until the chunk ends or something else is due, and look at the loss."""
         stop = self._load_chunk()
         while self.position.step < stop:
-            start = self.position.step
-            self.position.step = min(start + self._turn, stop)
-            steps = range(start, self.position.step)
-            self.lane.start(partial(self._take, advance, steps))
-            yield from self.lane.started()
+            count = min(self._turn, stop - self.position.step)
+            with self.lane.enter():
+                for step in range(self.position.step, self.position.step + count):
+                    self._draw_apart(step)
+                    advance(self._regularised(step))
+            self.position.step += count
+            yield True
         loss_sum = yield from self._loss_sum()
         if not math.isfinite(loss_sum):
             raise Diverged(self._diverged("the training loss is no longer finite"))
         self.train_loss = loss_sum / (self.position.step - self._last_evaluation())
         self._tell()
-
-    def _take(self, advance: Callable[[bool], None], steps: Iterable[int]) -> None:
-        for step in steps:
-            self._draw_apart(step)
-            advance(self._regularised(step))
 
     def _draw_apart(self, step: int) -> None:
         """Let the dropout of each rank draw its own numbers; they depend on the step alone."""
