@@ -10,8 +10,8 @@ demo: $(STAMP)
 	$(BIN)/modenorm demo
 
 test: lint browser
-	$(BIN)/pytest -n 2 --dist loadgroup
-	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 --dist loadgroup tests/kernels
+	$(BIN)/pytest -n 2 --dist loadfile
+	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 tests/kernels
 
 # The report's page and the documentation in a real browser; where there is none and none can be installed, skipped.
 test-browser: $(STAMP) browser
@@ -41,8 +41,8 @@ test-gpu:
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet torch==2.13.0 -c constraints.txt
-	$(BIN)/pip install --quiet -c constraints.txt -e ".[lab,dev,docs]"
+	$(BIN)/pip install --quiet --no-compile torch==2.13.0 -c constraints.txt
+	$(BIN)/pip install --quiet --no-compile -c constraints.txt -e ".[lab,dev,docs]"
 	touch $@
 
 clean:

@@ -20,7 +20,6 @@ from compare import assert_close, make_layer, one_hot, run
 from world import World
 
 SIZE = 3
-pytestmark = pytest.mark.xdist_group("world of three")
 
 
 def ignore_warnings(function):

@@ -13,7 +13,6 @@ from modenorm.kernels import runs_triton
 from world import World
 
 pytestmark = [
-    pytest.mark.xdist_group("world of two"),
     pytest.mark.skipif(
         os.environ.get("TRITON_INTERPRET") != "1", reason="processes on one GPU share no nccl group"
     ),

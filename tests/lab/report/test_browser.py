@@ -39,14 +39,20 @@ def gallery():
     return make_gallery(model.eval(), images, "noise", ((128,) * 3, (64,) * 3), count=10)[0]
 
 
-@pytest.fixture
-def page(request, browser, runs, tmp_path):
-    """The page, opened without a network; complaints of the console fail the test."""
+@pytest.fixture(scope="module")
+def written(runs, tmp_path_factory):
+    """The page's file."""
+    folder = tmp_path_factory.mktemp("page")
     rows = [{"what": "word" * 50, "always": "0123456789abcdef" * 10, "us": us} for us in (1, 2)]
-    (tmp_path / "bench.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    write_page(
-        tmp_path / "page.html", read_records([runs]), Page(results=[tmp_path / "bench.jsonl"])
-    )
+    (folder / "bench.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    page = Page(results=[folder / "bench.jsonl"])
+    write_page(folder / "page.html", read_records([runs]), page)
+    return folder / "page.html"
+
+
+@pytest.fixture
+def page(request, browser, written):
+    """The page, opened without a network; complaints of the console fail the test."""
     kind = getattr(request, "param", "desktop")
     context = browser.new_context(
         viewport={"width": 390 if kind == "phone" else 1280, "height": 844},
@@ -56,7 +62,7 @@ def page(request, browser, runs, tmp_path):
     opened, complaints = context.new_page(), []
     opened.on("console", lambda m: complaints.append(m.text) if m.type == "error" else None)
     opened.on("pageerror", lambda error: complaints.append(str(error)))
-    opened.goto((tmp_path / "page.html").as_uri())
+    opened.goto(written.as_uri())
     opened.wait_for_selector("html[data-ready]")
     yield opened
     assert complaints == []
