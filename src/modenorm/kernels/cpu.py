@@ -1,7 +1,8 @@
 """The four streaming passes on the CPU.
 
 Work goes chunk by chunk through a buffer that stays in cache, so a tensor is read from memory as
-often as the pass needs it and temporaries never reach it. Same four functions as kernels/gpu.py.
+often as the pass needs it and temporaries never reach it; where one operator does a pass, that one.
+Same four functions as kernels/gpu.py.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from modenorm.kernels.layout import Planes, as_planes, planes_like, statistics_d
 __all__ = ["apply", "apply_backward", "moments", "reduce_backward"]
 
 CHUNK = 1 << 18  # elements: 1 MiB of float32, small enough for a core's second-level cache
+NEAR = 8.0  # standard deviations, about: how far from zero a channel's mean may lie
 
 
 def moments(x: Tensor, with_var: bool = True) -> tuple[Tensor, Tensor | None]:
@@ -42,11 +44,38 @@ def apply(x: Tensor, centre: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     planes = as_planes(x)
     y = torch.empty_like(x)
     out = planes_like(y, planes).view
+    if _in_one(x, centre, scale):
+        _map(planes, centre, scale, shift, out)
+        return y
     for part, buffer in _chunks(planes, statistics_dtype(x)):
         torch.sub(planes.view[part], planes.rows(centre[part]), out=buffer)
         buffer.mul_(planes.rows(scale[part]))
         torch.add(buffer, planes.rows(shift[part]), out=out[part])
     return y
+
+
+def _in_one(x: Tensor, centre: Tensor, scale: Tensor) -> bool:
+    """Whether x · scale + constant loses nothing against (x − centre) · scale: no far centres."""
+    return x.dtype == centre.dtype and bool((centre * scale).abs().max() <= NEAR)
+
+
+def _map(planes: Planes, centre: Tensor, scale: Tensor, shift: Tensor, out: Tensor) -> None:
+    """The map as one operator, x · scale + (shift − centre · scale)."""
+    if planes.axis == 1:
+        constant = torch.addcmul(shift, centre, scale, value=-1)
+        torch.addcmul(planes.rows(constant), planes.view, planes.rows(scale), out=out)
+        return
+    weight, bias, mean = (values.reshape(-1) for values in (scale, shift, centre))
+    var, unused = torch.ones_like(mean), mean.new_empty(0)
+    torch.ops.aten.native_batch_norm.out(
+        _as_rows(planes.view), weight, bias, mean, var, False, 0.0, 0.0,
+        out=_as_rows(out), save_mean=unused, save_invstd=unused,
+    )  # fmt: skip
+
+
+def _as_rows(view: Tensor) -> Tensor:
+    """(N, C, L) as (1, N·C, L): to batch norm's kernels each row is a channel."""
+    return view.view(1, -1, view.shape[2])
 
 
 def reduce_backward(dy: Tensor, x: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,11 +95,19 @@ def reduce_backward(dy: Tensor, x: Tensor, centre: Tensor) -> tuple[Tensor, Tens
 
 
 def _row_sums(dy: Tensor, x: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
-    """The sums, as batch norm's kernel makes them for its bias and weight: each row a channel."""
-    dy, x = (tensor.reshape(1, -1, tensor.shape[2]) for tensor in (dy, x))
+    """The sums, as batch norm's kernel makes them for its bias and weight."""
     mean = centre.reshape(-1)
     _, product, total = torch.ops.aten.native_batch_norm_backward(
-        dy, x, None, None, None, mean, torch.ones_like(mean), True, 0.0, [False, True, True]
+        _as_rows(dy),
+        _as_rows(x),
+        None,
+        None,
+        None,
+        mean,
+        torch.ones_like(mean),
+        True,
+        0.0,
+        [False, True, True],
     )
     return total.view_as(centre), product.view_as(centre)
 
@@ -83,13 +120,14 @@ def apply_backward(
     upstream = planes_like(dy, planes).view
     dx = torch.empty_like(x)
     out = planes_like(dx, planes).view
+    if _in_one(x, centre, scale):
+        _map(planes, centre, slope, offset, out)
+        out.addcmul_(upstream, planes.rows(scale))
+        return dx
     for part, buffer in _chunks(planes, statistics_dtype(x)):
-        target = out[part] if out.dtype == buffer.dtype else buffer
-        torch.sub(planes.view[part], planes.rows(centre[part]), out=target)
-        target.mul_(planes.rows(slope[part])).add_(planes.rows(offset[part]))
-        target.addcmul_(upstream[part], planes.rows(scale[part]))
-        if target is buffer:
-            out[part].copy_(buffer)
+        torch.sub(planes.view[part], planes.rows(centre[part]), out=buffer)
+        buffer.mul_(planes.rows(slope[part])).add_(planes.rows(offset[part]))
+        out[part].copy_(buffer.addcmul_(upstream[part], planes.rows(scale[part])))
     return dx
 
 
