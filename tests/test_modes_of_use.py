@@ -156,6 +156,19 @@ def test_autocast_leaves_the_statistics_in_float32(dtype, training, backend):
         assert torch.equal(layer.get_buffer(name), buffer), name
 
 
+def test_backward_inside_autocast_stays_in_float32():
+    layer, x, upstream = make_layer(64, 2, dtype=torch.float32), *torch.randn(2, 8, 64, 3, 3)
+    gates = torch.rand(8, 2).softmax(1)
+    found = []
+    for inside in (False, True):
+        leaves = [x.clone().requires_grad_(), gates.clone().requires_grad_()]
+        with modenorm.use_backend("fused"), torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            y = layer(leaves[0], gates=leaves[1])
+            found.append(torch.autograd.grad(y, [*leaves, layer.weight, layer.bias], upstream))
+    for value, expected in zip(*found, strict=True):
+        assert torch.equal(value, expected)
+
+
 def test_autocast_in_a_model(backend):
     model = nn.Sequential(nn.Conv2d(2, 4, 3), modenorm.ModeNorm2d(4), nn.Conv2d(4, 4, 3))
     with torch.autocast("cpu", dtype=torch.bfloat16):

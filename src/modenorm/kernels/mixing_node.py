@@ -88,48 +88,54 @@ class _Mix(torch.autograd.Function):
     def backward(
         ctx: Any, dscale: Tensor | None, dshift: Tensor | None, *_: Any
     ) -> tuple[Tensor | None, ...]:
-        *inputs, mode_mean, mode_var, mass = ctx.saved_tensors
-        mean, var, gates, weight, bias = inputs
+        inputs = ctx.saved_tensors[:5]
         if torch.is_grad_enabled():
             forward = partial(_plain_mix, eps=ctx.eps, among=ctx.among)
             found = differentiate(forward, inputs, ctx.needs_input_grad, (dscale, dshift))
             return (*found, None, None)
-        a = torch.zeros_like(mean) if dscale is None else dscale
-        d = torch.zeros_like(mean) if dshift is None else dshift
-        divisor = mass.clamp_min(torch.finfo(mass.dtype).tiny)[:, None]
-        inverse = torch.rsqrt(mode_var + ctx.eps)
-        scaled = _scaled(mode_var, weight, ctx.eps)
-        t, e = gates.t() @ a, gates.t() @ d  # (K, C)
-        for k in range(gates.shape[1]):
-            t[k] += gates[:, k] @ (mean - mode_mean[k]).mul_(d)
-        u = -scaled * e
-        s = -0.5 * scaled * inverse**2 * t
-        if ctx.among is not None and any(ctx.needs_input_grad[:3]):
-            u, s = exchange.total(torch.cat([u, s], 1), ctx.among.ranks.number).chunk(2, 1)
-        u, s = u / divisor, s / divisor
-        dmean, dgates = gates @ u, torch.empty_like(gates)
-        for k in range(gates.shape[1]):
-            apart = mean - mode_mean[k]
-            dmean += (apart * (2 * s[k])).mul_(gates[:, k, None])
-            direct = torch.addcmul(a, d, apart) @ scaled[k]
-            spread = torch.addcmul(var, apart, apart).sub_(mode_var[k]) @ s[k]
-            dgates[:, k] = direct + apart @ u[k] + spread
-        dweight, dbias = inverse * t, e
-        if bias is not None and bias.ndim == 2:
-            dgates += d @ bias.t()
-        if weight is not None and weight.ndim == 1:
-            dweight = dweight.sum(0)
-        if bias is not None and bias.ndim == 1:
-            dbias = d.sum(0)
-        return (
-            dmean,
-            gates @ s,
-            dgates,
-            None if weight is None else dweight,
-            None if bias is None else dbias,
-            None,
-            None,
-        )
+        with torch.autocast(inputs[0].device.type, enabled=False):
+            return (*_differentiate(ctx, dscale, dshift), None, None)
+
+
+def _differentiate(
+    ctx: Any, dscale: Tensor | None, dshift: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Gradients of mean, var, gates, weight and bias."""
+    mean, var, gates, weight, bias, mode_mean, mode_var, mass = ctx.saved_tensors
+    a = torch.zeros_like(mean) if dscale is None else dscale
+    d = torch.zeros_like(mean) if dshift is None else dshift
+    divisor = mass.clamp_min(torch.finfo(mass.dtype).tiny)[:, None]
+    inverse = torch.rsqrt(mode_var + ctx.eps)
+    scaled = _scaled(mode_var, weight, ctx.eps)
+    t, e = gates.t() @ a, gates.t() @ d  # (K, C)
+    for k in range(gates.shape[1]):
+        t[k] += gates[:, k] @ (mean - mode_mean[k]).mul_(d)
+    u = -scaled * e
+    s = -0.5 * scaled * inverse**2 * t
+    if ctx.among is not None and any(ctx.needs_input_grad[:3]):
+        u, s = exchange.total(torch.cat([u, s], 1), ctx.among.ranks.number).chunk(2, 1)
+    u, s = u / divisor, s / divisor
+    dmean, dgates = gates @ u, torch.empty_like(gates)
+    for k in range(gates.shape[1]):
+        apart = mean - mode_mean[k]
+        dmean += (apart * (2 * s[k])).mul_(gates[:, k, None])
+        direct = torch.addcmul(a, d, apart) @ scaled[k]
+        spread = torch.addcmul(var, apart, apart).sub_(mode_var[k]) @ s[k]
+        dgates[:, k] = direct + apart @ u[k] + spread
+    dweight, dbias = inverse * t, e
+    if bias is not None and bias.ndim == 2:
+        dgates += d @ bias.t()
+    if weight is not None and weight.ndim == 1:
+        dweight = dweight.sum(0)
+    if bias is not None and bias.ndim == 1:
+        dbias = d.sum(0)
+    return (
+        dmean,
+        gates @ s,
+        dgates,
+        None if weight is None else dweight,
+        None if bias is None else dbias,
+    )
 
 
 def _scaled(mode_var: Tensor, weight: Tensor | None, eps: float) -> Tensor:
