@@ -88,20 +88,21 @@ class _Mix(torch.autograd.Function):
     def backward(
         ctx: Any, dscale: Tensor | None, dshift: Tensor | None, *_: Any
     ) -> tuple[Tensor | None, ...]:
-        inputs = ctx.saved_tensors[:5]
+        saved = ctx.saved_tensors  # once: checkpointing unpacks them once
+        inputs = saved[:5]
         if torch.is_grad_enabled():
             forward = partial(_plain_mix, eps=ctx.eps, among=ctx.among)
             found = differentiate(forward, inputs, ctx.needs_input_grad, (dscale, dshift))
             return (*found, None, None)
         with torch.autocast(inputs[0].device.type, enabled=False):
-            return (*_differentiate(ctx, dscale, dshift), None, None)
+            return (*_differentiate(ctx, saved, dscale, dshift), None, None)
 
 
 def _differentiate(
-    ctx: Any, dscale: Tensor | None, dshift: Tensor | None
+    ctx: Any, saved: tuple[Tensor, ...], dscale: Tensor | None, dshift: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """Gradients of mean, var, gates, weight and bias."""
-    mean, var, gates, weight, bias, mode_mean, mode_var, mass = ctx.saved_tensors
+    mean, var, gates, weight, bias, mode_mean, mode_var, mass = saved
     a = torch.zeros_like(mean) if dscale is None else dscale
     d = torch.zeros_like(mean) if dshift is None else dshift
     divisor = mass.clamp_min(torch.finfo(mass.dtype).tiny)[:, None]
