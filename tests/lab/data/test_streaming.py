@@ -1,6 +1,7 @@
 """Streamed batches: the same for every number of workers, share by share, and from any step on."""
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from modenorm.lab.data import DataError, Listing, index_folder
+from modenorm.lab.data import DataError, Listing, index_folder, streaming
 from modenorm.lab.data.loader import SampleStream
 from modenorm.lab.data.streaming import (
     CENTRE,
@@ -117,3 +118,14 @@ def test_a_broken_file_is_named_in_one_sentence(tmp_path: Path, workers: int) ->
     with pytest.raises(DataError, match=r"broken\.jpg: expected a complete image") as error:
         list(data.batches(1))
     assert "Traceback" not in str(error.value)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize(("parent", "code"), [("alive", 0), ("dead", 1)])
+def test_a_worker_whose_training_died_before_it_began_ends(parent: str, code: int) -> None:
+    training = os.getpid() if parent == "alive" else -1
+    child = os.fork()
+    if child == 0:
+        streaming._follow_the_training(0, training)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == code

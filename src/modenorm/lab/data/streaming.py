@@ -8,10 +8,12 @@ normalises. Training takes resized crops and flips, evaluation the centre.
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -168,7 +170,7 @@ class StreamedImages:
             num_workers=self.workers,
             prefetch_factor=AHEAD if self.workers else None,
             collate_fn=_as_it_is,  # type: ignore[arg-type]
-            worker_init_fn=_follow_the_training,
+            worker_init_fn=partial(_follow_the_training, training=os.getpid()),
             pin_memory=self.device.type == "cuda",
             generator=torch.Generator(),  # torch's own is neither used nor changed
         )
@@ -189,7 +191,7 @@ class _Once:
         return self._batches
 
 
-def _follow_the_training(worker: int) -> None:
+def _follow_the_training(_: int, training: int) -> None:
     """Let a worker outlive neither an interrupt nor the death of its training.
 
     A worker whose training was killed would wait forever, with the training's connections open.
@@ -197,6 +199,9 @@ def _follow_the_training(worker: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the training decides when to stop
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    served = multiprocessing.get_start_method() == "forkserver"  # then that is the parent
+    if not served and os.getppid() != training:  # it died before the signal was asked for
+        os._exit(1)
 
 
 def _as_it_is(batch: Decoded) -> Decoded:
