@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from modenorm.kernels.gpu_arrays import begin
 from modenorm.kernels.launch import Launch, current_stream
 from modenorm.kernels.layout import as_planes, planes_like
 from modenorm.kernels.tiles import Geometry, Tile, map_tile, moments_tile, reduce_tile
@@ -49,6 +50,7 @@ def _moments_kernel(
     That mean is an average over a share BLOCK_P/P of the row, so its distance from the row's mean,
     squared, is at most P/BLOCK_P variances: the subtraction at the end costs no more digits.
     """
+    begin()
     num_rows, num_positions, stride_row, stride_position = _hinted(
         num_rows, num_positions, stride_row, stride_position, DIVIDES_R, DIVIDES_P
     )
@@ -113,6 +115,7 @@ def _apply_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
+    begin()
     num_rows, num_positions, stride_row, stride_position = _hinted(
         num_rows, num_positions, stride_row, stride_position, DIVIDES_R, DIVIDES_P
     )
@@ -144,6 +147,7 @@ def _reduce_backward_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
+    begin()
     num_rows, num_positions, stride_row, stride_position = _hinted(
         num_rows, num_positions, stride_row, stride_position, DIVIDES_R, DIVIDES_P
     )
@@ -201,6 +205,7 @@ def _apply_backward_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
+    begin()
     num_rows, num_positions, stride_row, stride_position = _hinted(
         num_rows, num_positions, stride_row, stride_position, DIVIDES_R, DIVIDES_P
     )

@@ -1,13 +1,38 @@
-"""How the mixing's kernels read small arrays."""
+"""What the kernels have in common: how they begin, and how they read small arrays."""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
-__all__ = ["TINY", "load_affine", "load_rows"]
+from modenorm.kernels.layout import interpreting
+
+__all__ = ["OVERLAPS", "TINY", "begin", "load_affine", "load_rows"]
 
 TINY = tl.constexpr(1.1754943508222875e-38)  # the smallest normal float32
+
+
+def _overlapping() -> bool:
+    """Whether all GPUs can start a kernel while the one before it ends (compute capability 9)."""
+    if interpreting() or not torch.cuda.is_available():
+        return False
+    devices = range(torch.cuda.device_count())
+    return all(torch.cuda.get_device_capability(device) >= (9, 0) for device in devices)
+
+
+OVERLAPS = tl.constexpr(_overlapping())
+
+
+@triton.jit
+def begin():
+    """Wait for the results of the kernel before, and let the one after get ready.
+
+    Every kernel calls it before its first load or store; the launches ask for the overlap.
+    """
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit

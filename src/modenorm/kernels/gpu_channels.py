@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from modenorm.kernels.gpu_arrays import begin
 from modenorm.kernels.launch import Launch
 
 __all__ = ["MAX_CHANNELS", "ChannelMixing"]
@@ -63,6 +64,7 @@ def _forward_kernel(
     HAS_BIAS: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
+    begin()
     sample = tl.program_id(0)
     channels = tl.arange(0, BLOCK_C)
     mask = channels < num_channels
@@ -116,6 +118,7 @@ def _backward_kernel(
     HAS_EXTRA: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
+    begin()
     sample = tl.program_id(0)
     channels = tl.arange(0, BLOCK_C)
     mask = channels < num_channels
@@ -196,6 +199,7 @@ def _parameters_kernel(
     BLOCK_C: tl.constexpr,
 ):
     """Sums over the samples: of a block of channels or, in the last programs, of the gate's."""
+    begin()
     num_blocks = tl.cdiv(num_channels, BLOCK_C)
     block = tl.program_id(0)
     columns = tl.arange(0, BLOCK_C)

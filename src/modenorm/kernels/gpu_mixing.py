@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from modenorm.kernels.gpu_arrays import TINY, load_affine, load_rows
+from modenorm.kernels.gpu_arrays import TINY, begin, load_rows
 from modenorm.kernels.gpu_mixing_backward import (
     modes_backward_kernel,
     parameters_backward_kernel,
@@ -36,6 +36,7 @@ def _gates_kernel(
     BLOCK_C: tl.constexpr,
 ):
     """softmax(W m + b) of one sample, and whether its moments are all finite."""
+    begin()
     sample = tl.program_id(0)
     modes = tl.arange(0, BLOCK_K)
     mask_k = modes < num_modes
@@ -85,6 +86,7 @@ def _statistics_kernel(
     BLOCK_C: tl.constexpr,
 ):
     """Mean and variance of one mode in a block of channels, and its running update."""
+    begin()
     mode = tl.program_id(1)
     channels = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask_c = channels < num_channels
@@ -156,36 +158,35 @@ def _coefficients_kernel(
     HAS_BIAS: tl.constexpr,
     PER_MODE: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Scale and shift of BLOCK_N samples in a block of channels."""
+    """Scale and shift of a block of samples and channels."""
+    begin()
+    samples = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     channels = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    modes = tl.arange(0, BLOCK_K)
-    mask_c, mask_k = channels < num_channels, modes < num_modes
-    offs_kc = modes[:, None] * num_channels + channels[None, :]
-    mask_kc = mask_k[:, None] & mask_c[None, :]
-    mode_mean = tl.load(mode_mean_ptr + offs_kc, mask=mask_kc, other=0.0)
-    inverse = tl.rsqrt(tl.load(mode_var_ptr + offs_kc, mask=mask_kc, other=1.0) + eps)
-    if HAS_WEIGHT:
-        inverse *= load_affine(weight_ptr, channels, mask_c, offs_kc, mask_kc, PER_MODE)
-    bias = tl.zeros([BLOCK_K, BLOCK_C], tl.float32)
-    if HAS_BIAS:
-        bias += load_affine(bias_ptr, channels, mask_c, offs_kc, mask_kc, PER_MODE)
-    for i in tl.static_range(BLOCK_N):
-        sample = tl.minimum(tl.program_id(0) * BLOCK_N + i, num_samples - 1)
-        gates_at = gates_ptr + sample * num_modes + modes
-        gates = tl.load(gates_at, mask=mask_k, other=0.0)[:, None]
-        offs = sample * num_channels + channels
-        mean = tl.load(mean_ptr + offs, mask=mask_c, other=0.0)
-        terms = gates * inverse
-        shifts = terms * (mean[None, :] - mode_mean)
-        if PER_MODE:
-            shift = tl.sum(shifts + gates * bias, 0)
-        else:
-            shift = tl.sum(shifts, 0) + tl.sum(tl.where(modes[:, None] == 0, bias, 0.0), 0)
-        tl.store(scale_ptr + offs, tl.sum(terms, 0), mask=mask_c)
-        tl.store(shift_ptr + offs, shift, mask=mask_c)
+    mask_n, mask_c = samples < num_samples, channels < num_channels
+    mean = load_rows(mean_ptr, samples, channels, mask_n, mask_c, num_channels)
+    scale = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
+    shift = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
+    if HAS_BIAS and not PER_MODE:
+        shift += tl.load(bias_ptr + channels, mask=mask_c, other=0.0)[None, :]
+    for mode in range(num_modes):
+        offs = mode * num_channels + channels
+        gates = tl.load(gates_ptr + samples * num_modes + mode, mask=mask_n, other=0.0)[:, None]
+        mode_mean = tl.load(mode_mean_ptr + offs, mask=mask_c, other=0.0)
+        inverse = tl.rsqrt(tl.load(mode_var_ptr + offs, mask=mask_c, other=1.0) + eps)
+        affine = offs if PER_MODE else channels
+        if HAS_WEIGHT:
+            inverse *= tl.load(weight_ptr + affine, mask=mask_c, other=0.0)
+        term = gates * inverse[None, :]
+        scale += term
+        shift += term * (mean - mode_mean[None, :])
+        if HAS_BIAS and PER_MODE:
+            shift += gates * tl.load(bias_ptr + affine, mask=mask_c, other=0.0)[None, :]
+    offs = samples[:, None] * num_channels + channels[None, :]
+    mask = mask_n[:, None] & mask_c[None, :]
+    tl.store(scale_ptr + offs, scale, mask=mask)
+    tl.store(shift_ptr + offs, shift, mask=mask)
 
 
 class Mixing:
@@ -222,8 +223,8 @@ class Mixing:
         block = min(triton.next_power_of_2(num_channels), 16 if num_channels <= 1024 else 32)
         walk = min(triton.next_power_of_2(num_samples), 4096 // block)
         by_mode = (triton.cdiv(num_channels, block), num_modes)
-        few = 4
-        narrow = min(triton.next_power_of_2(num_channels), max(16, 1024 // modes))
+        narrow = min(triton.next_power_of_2(num_channels), 128)
+        few = min(triton.next_power_of_2(num_samples), 1024 // narrow, 8)
         sizes = (num_samples, num_channels, num_modes)
         self.gates = Launch(
             _gates_kernel, (num_samples,), sizes[1:], (has_gate, modes, wide), 4, direct
@@ -235,7 +236,7 @@ class Mixing:
             _coefficients_kernel,
             (triton.cdiv(num_samples, few), triton.cdiv(num_channels, narrow)),
             (*sizes, eps),
-            (*affine, few, modes, narrow),
+            (*affine, few, narrow),
             4,
             direct,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from modenorm.kernels.gpu_arrays import TINY, load_affine, load_rows
+from modenorm.kernels.gpu_arrays import TINY, begin, load_affine, load_rows
 
 __all__ = ["modes_backward_kernel", "parameters_backward_kernel", "samples_backward_kernel"]
 
@@ -39,6 +39,7 @@ def modes_backward_kernel(
     BLOCK_C: tl.constexpr,
 ):
     """Gradients of one mode's statistics in a block of channels."""
+    begin()
     mode = tl.program_id(1)
     channels = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask_c = channels < num_channels
@@ -105,6 +106,7 @@ def samples_backward_kernel(
     BLOCK_C: tl.constexpr,
 ):
     """One sample's gate gradients, then its moments' gradients as the coefficients of dx."""
+    begin()
     sample = tl.program_id(0)
     modes = tl.arange(0, BLOCK_K)
     mask_k = modes < num_modes
@@ -178,6 +180,7 @@ def parameters_backward_kernel(
     BLOCK_C: tl.constexpr,
 ):
     """The gate's parameters, one mode and a block of channels; the weight, summed over modes."""
+    begin()
     mode = tl.program_id(1)
     channels = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask_c = channels < num_channels

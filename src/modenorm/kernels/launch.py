@@ -14,6 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
+from modenorm.kernels.gpu_arrays import OVERLAPS
 from modenorm.kernels.layout import interpreting
 
 __all__ = ["DRIVER_IS_KNOWN", "Launch", "Slab", "current_stream"]
@@ -47,7 +48,9 @@ class Launch:
         self.kernel = kernel
         self.grid = (*grid, 1, 1)[:3]
         self.tail = (*sizes, *constants)
-        self.num_warps = num_warps
+        self.options: dict[str, object] = {"num_warps": num_warps}
+        if OVERLAPS:
+            self.options["launch_pdl"] = True
         self.direct = direct and not interpreting()
         self.start: Callable[[int, tuple, tuple], None] | None = None
 
@@ -55,7 +58,7 @@ class Launch:
         """Launch on a stream; the first call compiles and needs tensors."""
         start = self.start
         if start is None:
-            done = self.kernel[self.grid](*pointers, *self.tail, num_warps=self.num_warps)
+            done = self.kernel[self.grid](*pointers, *self.tail, **self.options)
             if self.direct:
                 self.start = _starter(done, self.grid)
             return

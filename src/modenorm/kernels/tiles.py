@@ -52,41 +52,78 @@ class Tile(NamedTuple):
     num_warps: int
 
 
+class Rule(NamedTuple):
+    """Channels last: the tile up to so many positions and channels."""
+
+    positions: int
+    channels: int
+    rows: int
+    size: int
+    num_warps: int
+
+
+ANY = 1 << 62
+# The first rule that fits decides.
+MOMENTS_2_BYTES = (
+    Rule(4, 512, 128, 512, 1),
+    Rule(16, 512, 64, 1024, 1),
+    Rule(64, 512, 32, 1024, 1),
+    Rule(64, ANY, 512, 512, 4),
+    Rule(256, 64, 32, 8192, 4),
+    Rule(256, 256, 32, 1024, 2),
+    Rule(256, ANY, 128, 1024, 2),
+    Rule(1024, 64, 32, 8192, 4),
+    Rule(1024, 256, 32, 2048, 4),
+    Rule(1024, ANY, 64, 1024, 2),
+    Rule(ANY, 64, 64, 8192, 4),
+    Rule(ANY, ANY, 64, 2048, 4),
+)
+REDUCE_2_BYTES = (
+    Rule(4, 512, 128, 512, 1),
+    Rule(16, 512, 64, 1024, 1),
+    Rule(64, 512, 32, 1024, 1),
+    Rule(64, ANY, 256, 1024, 1),
+    Rule(256, 256, 32, 2048, 2),
+    Rule(256, ANY, 128, 1024, 1),
+    Rule(1024, 64, 32, 8192, 4),
+    Rule(1024, 256, 64, 8192, 4),
+    Rule(1024, ANY, 128, 2048, 2),
+    Rule(ANY, ANY, 64, 8192, 4),
+)
+MOMENTS_4_BYTES = (
+    Rule(64, ANY, 32, 2048, 2),
+    Rule(ANY, 64, 32, 4096, 4),
+    Rule(ANY, ANY, 64, 2048, 2),
+)
+REDUCE_4_BYTES = (
+    Rule(64, ANY, 32, 2048, 2),
+    Rule(256, ANY, 32, 8192, 4),
+    Rule(1024, 64, 32, 4096, 4),
+    Rule(1024, ANY, 64, 2048, 2),
+    Rule(ANY, 64, 64, 4096, 8),
+    Rule(ANY, ANY, 64, 4096, 4),
+)
+
+
 def moments_tile(geometry: Geometry) -> Tile:
-    """The tile of `moments`, from a sweep on an H200."""
-    rows, positions, wide = _extent(geometry)
-    if not geometry.channels_last:
-        return _rows_tile(rows, positions, wide)
-    if wide and positions <= 64:
-        return Tile(min(rows, 32), positions, 2)
-    if wide:
-        return _columns_tile(
-            rows, positions, 32 if rows <= 64 else 64, 4096 if rows <= 64 else 2048
-        )
-    if positions <= 64:
-        return Tile(min(rows, 512), 1, 4)
-    return _columns_tile(rows, positions, 64, 1024, 8 if rows <= 64 else 2)
+    """The tile of `moments`."""
+    return _reduction_tile(geometry, MOMENTS_2_BYTES, MOMENTS_4_BYTES)
 
 
 def reduce_tile(geometry: Geometry) -> Tile:
-    """The tile of `reduce_backward`, from a sweep on an H200."""
-    rows, positions, wide = _extent(geometry)
-    if geometry.channels_last and not wide and positions <= 64:
-        return Tile(min(rows, 512), 4, 2)
-    if geometry.channels_last and not wide:
-        return _columns_tile(rows, positions, 64, 8192 if rows <= 64 else 512)
-    return moments_tile(geometry)
+    """The tile of `reduce_backward`."""
+    return _reduction_tile(geometry, REDUCE_2_BYTES, REDUCE_4_BYTES)
 
 
 def map_tile(geometry: Geometry, backward: bool) -> Tile:
-    """The tile of `apply` and `apply_backward`, from a sweep on an H200."""
+    """The tile of `apply` and `apply_backward`."""
     rows, positions, wide = _extent(geometry)
     if geometry.channels_last:
         return _columns_tile(rows, positions, 64, 1024 if wide or backward else 2048, 4)
-    size = 4096 if positions >= 2048 else 1024 if positions >= 256 else 512
-    positions = min(positions, size)
-    num_warps = 8 if size == 4096 else 4 if wide and size == 1024 else 2
-    return Tile(min(rows, size // positions), positions, num_warps)
+    if positions < 512:
+        return Tile(min(rows, (1024 if positions > 128 else 512) // positions), positions, 1)
+    size = 4096 if positions >= 2048 else 1024
+    return Tile(1, min(positions, size), 8 if size == 4096 else 4 if wide else 2)
 
 
 def _extent(geometry: Geometry) -> tuple[int, int, bool]:
@@ -95,19 +132,28 @@ def _extent(geometry: Geometry) -> tuple[int, int, bool]:
     return rows, triton.next_power_of_2(geometry.num_positions), geometry.dtype.itemsize == 4
 
 
+def _reduction_tile(
+    geometry: Geometry, of_2_bytes: tuple[Rule, ...], of_4_bytes: tuple[Rule, ...]
+) -> Tile:
+    rows, positions, wide = _extent(geometry)
+    if not geometry.channels_last:
+        return _rows_tile(rows, positions, wide)
+    for rule in of_4_bytes if wide else of_2_bytes:
+        if positions <= rule.positions and rows <= rule.channels:
+            break
+    return _columns_tile(rows, positions, *rule[2:])
+
+
 def _rows_tile(rows: int, positions: int, wide: bool) -> Tile:
-    """Contiguous positions: one long row, or as many short ones as fill a program."""
+    """Contiguous positions: one long row, or as many short ones as one warp can hold."""
     if positions >= 2048:
         return Tile(1, min(positions, 4096), 4)
     if positions >= 512:
         return Tile(min(rows, 1024 // positions if wide else 2048 // positions), positions, 2)
-    size = 2048 if wide and positions >= 128 else 4096
-    return Tile(min(rows, size // positions), positions, 4)
+    return Tile(min(rows, 1024 // positions), positions, 1)
 
 
-def _columns_tile(
-    rows: int, positions: int, most_rows: int, size: int, num_warps: int | None = None
-) -> Tile:
+def _columns_tile(rows: int, positions: int, most_rows: int, size: int, num_warps: int) -> Tile:
     """Channels side by side: a block of them, and positions until the tile has its size."""
     rows = min(rows, most_rows)
-    return Tile(rows, min(positions, size // rows), num_warps or max(2, min(8, size // 1024)))
+    return Tile(rows, min(positions, size // rows), num_warps)
