@@ -181,20 +181,18 @@ def _compiled_modes(
     bias: Tensor | None,
     options: Options,
 ) -> tuple[Tensor, Tensor]:
-    """Streaming passes for Inductor to fuse with their neighbours, the mixing as one operator."""
-    mean, var = plain.moments(x)
-    assert var is not None
+    """Maps for Inductor to fuse with their neighbours, their coefficients by our kernels."""
     gate_weight = gate_bias = given = None
     if isinstance(gates, LinearGate):
         gate_weight, gate_bias = gates.weight.float(), gates.bias.float()
     else:
-        given = _gates_of(gates, mean, x, estimates)
-    scale, shift, used, mode_mean, mode_var, mass = operators.mix(
-        mean, var, given, gate_weight, gate_bias, weight, bias, options.eps
+        given = _gates_of(gates, x, x, estimates)
+    y, used, mode_mean, mode_var, mass = operators.mode_norm(
+        x, given, gate_weight, gate_bias, weight, bias, options.eps
     )
     batch = mixing.Statistics(mode_mean, mode_var, mass, mass / x.shape[0])
     _update_running(estimates, batch, options)
-    return plain.apply(x, mean.detach(), scale, shift), used
+    return y, used
 
 
 def _moments(

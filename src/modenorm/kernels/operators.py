@@ -1,20 +1,23 @@
-"""The mixing as registered operators, for `torch.compile` on a GPU.
+"""Mode normalization for `torch.compile` on a GPU.
 
-Inductor gets the streaming passes as plain operators, which it fuses with what stands around the
-norm (the activation, the residual), and the mixing as one opaque operator, whose dozens of tiny
-operators it would turn into dozens of launches. Measured in docs/kernels.md.
+Inductor's own sums over the positions of every sample are slow, and it would make dozens of
+launches of the mixing. So what leads to the map's coefficients, forward and backward, is an
+operator that it does not look into; the maps themselves are plain operators, which it fuses with
+what stands around the norm: the activation, the residual. Measured in docs/kernels.md.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["available", "mix"]
+from modenorm.kernels import plain
+from modenorm.kernels.layout import as_dense
+
+__all__ = ["available", "mode_norm"]
 
 _TRITON = importlib.util.find_spec("triton") is not None
 
@@ -24,244 +27,187 @@ def available(x: Tensor) -> bool:
     return _TRITON and x.device.type == "cuda" and x.dtype != torch.float64
 
 
-@functools.lru_cache(maxsize=4096)
-def _launches(
-    shape: tuple[int, int],
-    num_modes: int,
-    eps: float,
-    has_gate: bool,
-    affine: tuple[bool, bool, bool],
-    device: int,
-) -> Any:
-    from modenorm.kernels.gpu_mixing import Mixing
-
-    running = (False, False, False, False)
-    return Mixing(*shape, 1, num_modes, eps, 0.0, has_gate, affine, running, direct=False)
-
-
-def _plan(mean: Tensor, num_modes: int, eps: float, *inputs: Tensor | None) -> tuple[Any, int]:
-    from modenorm.kernels.launch import current_stream
-    from modenorm.kernels.plan import affine_kind
-
-    gate_weight, weight, bias = inputs
-    kind = affine_kind(weight, bias)
-    shape = (mean.shape[0], mean.shape[1])
-    launches = _launches(shape, num_modes, eps, gate_weight is not None, kind, mean.get_device())
-    return launches, current_stream(mean)
-
-
-@torch.library.custom_op("modenorm::mix", mutates_args=())
-def mix(
-    mean: Tensor,
-    var: Tensor,
+def mode_norm(
+    x: Tensor,
     gates: Tensor | None,
     gate_weight: Tensor | None,
     gate_bias: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Scale, shift, gates, and the modes' mean, variance and mass, from the moments (N, C)."""
-    scale, shift, used, mode_mean, mode_var, mass = _empty_outputs(mean, gates, gate_weight)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Y, the gates (N, K), and the modes' mean, variance and mass; gates None: the linear gate."""
+    return _ModeNorm.apply(x, gates, gate_weight, gate_bias, weight, bias, eps)
+
+
+class _ModeNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        gates: Tensor | None,
+        gate_weight: Tensor | None,
+        gate_bias: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        scale, shift, used, *kept = statistics(x, gates, gate_weight, gate_bias, weight, bias, eps)
+        mean, _, *of_modes = kept
+        ctx.save_for_backward(x, gates, gate_weight, gate_bias, weight, bias, used, *kept)
+        ctx.eps = eps
+        ctx.mark_non_differentiable(*of_modes)
+        mode_mean, mode_var, mass = of_modes
+        return plain.apply(x, mean, scale, shift), used, mode_mean, mode_var, mass
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, dused: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        x, *given, used, mean, var, mode_mean, mode_var, mass = ctx.saved_tensors
+        kept = (mean, var, mode_mean, mode_var, mass)
+        scale, slope, offset, *found = gradients(dy, dused, x, *given, used, *kept, ctx.eps)
+        along = x.shape[:2] + (1,) * (x.ndim - 2)
+        apart = x - mean.view(along)
+        dx = dy * scale.view(along) + (apart * slope.view(along) + offset.view(along))
+        present = (None if p is None else d for p, d in zip(given, found, strict=True))
+        return dx.to(x.dtype), *present, None
+
+
+@torch.library.custom_op("modenorm::statistics", mutates_args=())
+def statistics(
+    x: Tensor,
+    gates: Tensor | None,
+    gate_weight: Tensor | None,
+    gate_bias: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Scale, shift, gates, mean, variance, and the modes' mean, variance and mass."""
+    from modenorm.kernels.mode_plan import Inputs, plan_for
+    from modenorm.kernels.plan import on_device
+
+    x, inputs = as_dense(x), Inputs(gates, gate_weight, gate_bias, weight, bias)
+    outputs = _empty_statistics(x, gates, gate_weight)
+    scale, shift, used, *kept = outputs
     if gates is not None:
         used.copy_(gates)
-    launches, stream = _plan(mean, used.shape[1], eps, gate_weight, weight, bias)
-    finite = torch.empty_like(mean[:, 0])
-    filler = mean  # for pointers that the kernels don't follow
-    launches.gates(
-        stream, mean, var, _or(gate_weight, filler), _or(gate_bias, filler), used, finite
-    )
-    launches.statistics(
-        stream, mean, var, used, finite, filler, filler, filler, filler, mode_mean, mode_var, mass
-    )
-    launches.coefficients(
-        stream,
-        mean,
-        used,
-        mode_mean,
-        mode_var,
-        _or(weight, filler),
-        _or(bias, filler),
-        scale,
-        shift,
-    )
-    return scale, shift, used, mode_mean, mode_var, mass
+    with on_device(x) as stream:
+        plan = plan_for(x, inputs, eps)
+        finite = torch.empty_like(scale[:, 0])
+        plan.statistics(stream, x, inputs, None, used, finite, kept)
+        plan.coefficients(stream, inputs, used, kept, scale, shift)
+    return outputs
 
 
-@mix.register_fake
+@statistics.register_fake
 def _(
-    mean: Tensor,
-    var: Tensor,
+    x: Tensor,
     gates: Tensor | None,
     gate_weight: Tensor | None,
     gate_bias: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return _empty_outputs(mean, gates, gate_weight)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return _empty_statistics(x, gates, gate_weight)
 
 
-def _empty_outputs(
-    mean: Tensor, gates: Tensor | None, gate_weight: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    num_samples, num_channels = mean.shape
+def _empty_statistics(
+    x: Tensor, gates: Tensor | None, gate_weight: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    num_samples, num_channels = x.shape[:2]
     if gates is not None:
         num_modes = gates.shape[1]
     else:
         assert gate_weight is not None
         num_modes = gate_weight.shape[0]
     rows, modes = (num_samples, num_channels), (num_modes, num_channels)
-    shapes = (rows, rows, (num_samples, num_modes), modes, modes, (num_modes,))
-    scale, shift, used, mode_mean, mode_var, mass = (mean.new_empty(shape) for shape in shapes)
-    return scale, shift, used, mode_mean, mode_var, mass
+    return (
+        _floats(x, rows),
+        _floats(x, rows),
+        _floats(x, (num_samples, num_modes)),
+        _floats(x, rows),
+        _floats(x, rows),
+        _floats(x, modes),
+        _floats(x, modes),
+        _floats(x, (num_modes,)),
+    )
 
 
-@torch.library.custom_op("modenorm::mix_backward", mutates_args=())
-def mix_backward(
-    dscale: Tensor,
-    dshift: Tensor,
-    dused: Tensor | None,
+@torch.library.custom_op("modenorm::gradients", mutates_args=())
+def gradients(
+    dy: Tensor,
+    dused: Tensor,
+    x: Tensor,
+    gates: Tensor | None,
+    gate_weight: Tensor | None,
+    gate_bias: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    used: Tensor,
     mean: Tensor,
     var: Tensor,
-    used: Tensor,
     mode_mean: Tensor,
     mode_var: Tensor,
     mass: Tensor,
-    gate_weight: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
     eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of mean, var, gates, gate_weight, gate_bias, weight and bias; empty if absent."""
-    launches, stream = _plan(mean, used.shape[1], eps, gate_weight, weight, bias)
-    outputs = _empty_gradients(mean, used, gate_weight, weight, bias)
-    dmean, dvar, dgates, dgate_weight, dgate_bias, dweight, dbias = outputs
-    dmean.copy_(dshift)  # the kernels turn A and D into the moments' gradients in place
-    dvar.copy_(dscale)
-    scale = torch.empty_like(mean)
-    u, s, dweights = (torch.empty_like(mode_mean) for _ in range(3))
-    per_mode = weight is not None and weight.ndim == 2
-    launches.modes_backward(
-        stream,
-        mean,
-        used,
-        mode_mean,
-        mode_var,
-        mass,
-        _or(weight, mean),
-        dvar,
-        dmean,
-        u,
-        s,
-        dweight if per_mode else dweights,
-        _or(bias, mean) if bias is None else dbias,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Scale, slope and offset of dx, then the inputs' gradients, of no size if there is none."""
+    from modenorm.kernels.mode_plan import Inputs, plan_for
+    from modenorm.kernels.plan import dense_like, on_device
+
+    x, inputs = as_dense(x), Inputs(gates, gate_weight, gate_bias, weight, bias)
+    outputs = _empty_gradients(x, gates, gate_weight, gate_bias, weight, bias)
+    scale, slope, offset, dgates, *found = outputs
+    dgate_weight, dgate_bias, dweight, dbias = (
+        None if p is None else d for p, d in zip(inputs[1:], found, strict=True)
     )
-    samples = launches.samples_backward if dused is None else launches.samples_backward_extra
-    samples(
-        stream,
-        mean,
-        var,
-        used,
-        mode_mean,
-        mode_var,
-        u,
-        s,
-        _or(weight, mean),
-        _or(bias, mean),
-        _or(gate_weight, mean),
-        used if dused is None else dused.contiguous(),
-        dvar,
-        dmean,
-        scale,
-        dgates,
-    )
-    launches.parameters_backward(stream, mean, dgates, dweights, dgate_weight, dgate_bias, dweight)
-    dvar.mul_(0.5)  # the slope of dx is twice the gradient
+    kept = [mean, var, mode_mean, mode_var, mass]
+    with on_device(x) as stream:
+        plan = plan_for(x, inputs, eps, others=(used, *kept))
+        dlogits = torch.empty_like(used) if gates is None else dgates
+        u, s, dweights = (torch.empty_like(mode_mean) for _ in range(3))
+        work = [slope, offset, scale, u, s, dweights]
+        upstream = dense_like(dy, x)
+        plan.modes_backward(stream, upstream, x, inputs, used, kept, work, dweight, dbias)
+        plan.samples_backward(stream, inputs, used, dused, kept, work, dlogits)
+        plan.parameters_backward(
+            stream, inputs, mean, dweights, dlogits, dgate_weight, dgate_bias, dweight
+        )
     return outputs
 
 
-@mix_backward.register_fake
+@gradients.register_fake
 def _(
-    dscale: Tensor,
-    dshift: Tensor,
-    dused: Tensor | None,
+    dy: Tensor,
+    dused: Tensor,
+    x: Tensor,
+    gates: Tensor | None,
+    gate_weight: Tensor | None,
+    gate_bias: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    used: Tensor,
     mean: Tensor,
     var: Tensor,
-    used: Tensor,
     mode_mean: Tensor,
     mode_var: Tensor,
     mass: Tensor,
-    gate_weight: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
     eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return _empty_gradients(mean, used, gate_weight, weight, bias)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return _empty_gradients(x, gates, gate_weight, gate_bias, weight, bias)
 
 
 def _empty_gradients(
-    mean: Tensor,
-    used: Tensor,
-    gate_weight: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    modes = (used.shape[1],) if gate_weight is not None else (0,)
-    return (
-        mean.new_empty(mean.shape),
-        mean.new_empty(mean.shape),
-        used.new_empty(used.shape),
-        mean.new_empty((0,) if gate_weight is None else gate_weight.shape),
-        mean.new_empty(modes),
-        mean.new_empty((0,) if weight is None else weight.shape),
-        mean.new_empty((0,) if bias is None else bias.shape),
+    x: Tensor, *inputs: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    rows = x.shape[:2]
+    dgates, dgate_weight, dgate_bias, dweight, dbias = (
+        _floats(x, (0,) if given is None else given.shape) for given in inputs
     )
+    parameters = (dgate_weight, dgate_bias, dweight, dbias)
+    return _floats(x, rows), _floats(x, rows), _floats(x, rows), dgates, *parameters
 
 
-def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    return other if tensor is None else tensor
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    mean, var, gates, gate_weight, _, weight, bias, eps = inputs
-    ctx.save_for_backward(mean, var, *output[2:], gate_weight, weight, bias)
-    ctx.eps, ctx.given = eps, gates is not None
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(
-    ctx: Any, dscale: Tensor | None, dshift: Tensor | None, dused: Tensor | None, *_: Any
-) -> tuple[Tensor | None, ...]:
-    mean, var, used, mode_mean, mode_var, mass, gate_weight, weight, bias = ctx.saved_tensors
-    dscale = torch.zeros_like(mean) if dscale is None else dscale
-    dshift = torch.zeros_like(mean) if dshift is None else dshift
-    dmean, dvar, dgates, dgate_weight, dgate_bias, dweight, dbias = mix_backward(
-        dscale.contiguous(),
-        dshift.contiguous(),
-        dused,
-        mean,
-        var,
-        used,
-        mode_mean,
-        mode_var,
-        mass,
-        gate_weight,
-        weight,
-        bias,
-        ctx.eps,
-    )
-    has_gate = gate_weight is not None
-    return (
-        dmean,
-        dvar,
-        dgates if ctx.given else None,
-        dgate_weight if has_gate else None,
-        dgate_bias if has_gate else None,
-        None if weight is None else dweight,
-        None if bias is None else dbias,
-        None,
-    )
-
-
-mix.register_autograd(_differentiate, setup_context=_keep)
+def _floats(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return torch.empty(shape, device=x.device, dtype=torch.float32)

@@ -1,5 +1,7 @@
 import dataclasses
+import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +33,22 @@ def test_alone_and_beside_others_is_the_same(tmp_path: Path) -> None:
     for config in configs:
         train(config, tmp_path / "alone", data=fake_data())
         same_end(Run.of(config, tmp_path / "beside"), Run.of(config, tmp_path / "alone"))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # which Dynamo hides
+@pytest.mark.parametrize("changes", [{}, {"norm": "bn"}, {"sparsity": 0.1}], ids=str)
+def test_compiled_training(
+    changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Traced, with dropout between the graphs; Inductor itself is left out to save time."""
+    traced = functools.partial(torch.compile, backend="eager")
+    monkeypatch.setattr(torch, "compile", traced)
+    config = fake_config(total=6, eval_every=6, milestones=(), **changes)
+    compiled = dataclasses.replace(config, compile=True)
+    results = [train(c, tmp_path, data=fake_data()) for c in (config, compiled)]
+    assert results[0]["final_error"] == results[1]["final_error"]
+    losses = [Run.of(c, tmp_path).metrics()[-1]["train_loss"] for c in (config, compiled)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
 def test_trainings_alternate_up_to_the_limit(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """One training step, and its capture as a CUDA graph."""
 
-from collections.abc import Callable, Generator, Sequence
+import contextlib
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +13,8 @@ from modenorm.lab.data.loader import Batches
 from modenorm.lab.training.ranks import Ranks
 
 WARM_UP_STEPS = 3
+COMPILED_FORMS = 256
+"""Most models that may be compiled in one process."""
 
 Turns = Generator[bool, None, None]
 """A training's turns: True after it queued work, False while it waits for the device."""
@@ -83,7 +87,7 @@ class Step:
         self.lr = torch.zeros((), device=device)
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self._momentum, self._weight_decay = momentum, weight_decay
-        self.forward: nn.Module = model  # or what averages its gradients over ranks
+        self.forward: Callable[..., Any] = model  # or what averages gradients, or is compiled
         self._batch, self._ranks = batch, ranks
         self._parameters: list[Tensor] = list(model.parameters())
         named = model.named_parameters() if momentum else ()
@@ -91,6 +95,10 @@ class Step:
 
     def __call__(self, regularised: bool = False) -> None:
         """Take one step; nothing here waits for a CUDA device."""
+        with _fast_convolutions(self.dtype):
+            self._take(regularised)
+
+    def _take(self, regularised: bool) -> None:
         images, labels = self.loader.next_batch()
         with torch.autocast(images.device.type, self.dtype, enabled=self.dtype != torch.float32):
             logits = self.forward(images)
@@ -141,6 +149,29 @@ class Step:
         model = [*self.model.parameters(), *self.model.buffers()]
         own = [*self.momentum_buffers.values(), self.loss_sum, *self.loader.state()]
         return [tensor.detach() for tensor in model + own]
+
+
+@contextlib.contextmanager
+def _fast_convolutions(dtype: torch.dtype) -> Iterator[None]:
+    """Let cuDNN try its algorithms for convolutions in half precision and take the fastest.
+
+    Not in float32, where the usual choice is as good and the same in every process.
+    """
+    cudnn = torch.backends.cudnn
+    before = cudnn.benchmark
+    cudnn.benchmark = before or (dtype != torch.float32 and not cudnn.deterministic)
+    try:
+        yield
+    finally:
+        cudnn.benchmark = before
+
+
+def compiled(model: nn.Module) -> Callable[..., Any]:
+    """The model as Inductor's kernels; trainings of equal models share them."""
+    import torch._dynamo
+
+    torch._dynamo.config.recompile_limit = COMPILED_FORMS
+    return torch.compile(model, dynamic=False)
 
 
 def capture(

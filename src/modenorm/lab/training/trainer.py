@@ -46,7 +46,7 @@ from modenorm.lab.training.evaluate import count_errors, errors
 from modenorm.lab.training.ranks import Ranks
 from modenorm.lab.training.runs import Run
 from modenorm.lab.training.schedule import Schedule
-from modenorm.lab.training.step import Lane, Step, Turns, capture
+from modenorm.lab.training.step import Lane, Step, Turns, capture, compiled
 from modenorm.lab.training.usage import ModeUsage
 from modenorm.lab.training.usage import scalars as mode_scalars
 
@@ -321,6 +321,8 @@ class Training:
             return self._step
         with self.lane.enter():
             self._step.forward = self.ranks.parallel(self.model)
+        if self.run.config.compile:
+            self._step.forward = compiled(self._step.forward)
         alone = self.ranks.size == 1 and self._step.loader.capturable
         if self.lane.stream is None or not alone:
             return self._step
