@@ -141,6 +141,43 @@ def _statistics_kernel(
 
 
 @triton.jit
+def _add_mode(
+    scale,
+    shift,
+    mean,
+    samples,
+    channels,
+    mask_n,
+    mask_c,
+    mode,
+    gates_ptr,
+    mode_mean_ptr,
+    mode_var_ptr,
+    weight_ptr,
+    bias_ptr,
+    num_channels,
+    eps,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PER_MODE: tl.constexpr,
+    NUM_MODES: tl.constexpr,
+):
+    """Scale and shift with one more mode's part."""
+    offs = mode * num_channels + channels
+    affine = offs if PER_MODE else channels
+    gates = tl.load(gates_ptr + samples * NUM_MODES + mode, mask=mask_n, other=0.0)[:, None]
+    mode_mean = tl.load(mode_mean_ptr + offs, mask=mask_c, other=0.0)
+    inverse = tl.rsqrt(tl.load(mode_var_ptr + offs, mask=mask_c, other=1.0) + eps)
+    if HAS_WEIGHT:
+        inverse *= tl.load(weight_ptr + affine, mask=mask_c, other=0.0)
+    term = gates * inverse[None, :]
+    shift += term * (mean - mode_mean[None, :])
+    if HAS_BIAS and PER_MODE:
+        shift += gates * tl.load(bias_ptr + affine, mask=mask_c, other=0.0)[None, :]
+    return scale + term, shift
+
+
+@triton.jit
 def _coefficients_kernel(
     mean_ptr,  # (N, C)
     gates_ptr,  # (N, K)
@@ -152,11 +189,11 @@ def _coefficients_kernel(
     shift_ptr,  # (N, C)
     num_samples,
     num_channels,
-    num_modes,
     eps,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PER_MODE: tl.constexpr,
+    NUM_MODES: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
@@ -170,19 +207,20 @@ def _coefficients_kernel(
     shift = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
     if HAS_BIAS and not PER_MODE:
         shift += tl.load(bias_ptr + channels, mask=mask_c, other=0.0)[None, :]
-    for mode in range(num_modes):
-        offs = mode * num_channels + channels
-        gates = tl.load(gates_ptr + samples * num_modes + mode, mask=mask_n, other=0.0)[:, None]
-        mode_mean = tl.load(mode_mean_ptr + offs, mask=mask_c, other=0.0)
-        inverse = tl.rsqrt(tl.load(mode_var_ptr + offs, mask=mask_c, other=1.0) + eps)
-        affine = offs if PER_MODE else channels
-        if HAS_WEIGHT:
-            inverse *= tl.load(weight_ptr + affine, mask=mask_c, other=0.0)
-        term = gates * inverse[None, :]
-        scale += term
-        shift += term * (mean - mode_mean[None, :])
-        if HAS_BIAS and PER_MODE:
-            shift += gates * tl.load(bias_ptr + affine, mask=mask_c, other=0.0)[None, :]
+    if NUM_MODES <= 8:
+        for mode in tl.static_range(NUM_MODES):
+            scale, shift = _add_mode(
+                scale, shift, mean, samples, channels, mask_n, mask_c, mode,
+                gates_ptr, mode_mean_ptr, mode_var_ptr, weight_ptr, bias_ptr,
+                num_channels, eps, HAS_WEIGHT, HAS_BIAS, PER_MODE, NUM_MODES,
+            )  # fmt: skip
+    else:
+        for mode in range(NUM_MODES):
+            scale, shift = _add_mode(
+                scale, shift, mean, samples, channels, mask_n, mask_c, mode,
+                gates_ptr, mode_mean_ptr, mode_var_ptr, weight_ptr, bias_ptr,
+                num_channels, eps, HAS_WEIGHT, HAS_BIAS, PER_MODE, NUM_MODES,
+            )  # fmt: skip
     offs = samples[:, None] * num_channels + channels[None, :]
     mask = mask_n[:, None] & mask_c[None, :]
     tl.store(scale_ptr + offs, scale, mask=mask)
@@ -219,7 +257,8 @@ class Mixing:
         direct: bool,
     ) -> None:
         modes = triton.next_power_of_2(num_modes)
-        wide = min(triton.next_power_of_2(num_channels), max(16, 4096 // modes))
+        warps = 8 if num_channels * modes > 4096 else 4
+        wide = min(triton.next_power_of_2(num_channels), max(16, 1024 * warps // modes))
         block = min(triton.next_power_of_2(num_channels), 16 if num_channels <= 1024 else 32)
         walk = min(triton.next_power_of_2(num_samples), 4096 // block)
         by_mode = (triton.cdiv(num_channels, block), num_modes)
@@ -227,7 +266,7 @@ class Mixing:
         few = min(triton.next_power_of_2(num_samples), 1024 // narrow, 8)
         sizes = (num_samples, num_channels, num_modes)
         self.gates = Launch(
-            _gates_kernel, (num_samples,), sizes[1:], (has_gate, modes, wide), 4, direct
+            _gates_kernel, (num_samples,), sizes[1:], (has_gate, modes, wide), warps, direct
         )
         self.statistics = Launch(
             _statistics_kernel, by_mode, (*sizes, momentum), (*running, walk, block), 8, direct
@@ -235,8 +274,8 @@ class Mixing:
         self.coefficients = Launch(
             _coefficients_kernel,
             (triton.cdiv(num_samples, few), triton.cdiv(num_channels, narrow)),
-            (*sizes, eps),
-            (*affine, few, narrow),
+            (num_samples, num_channels, eps),
+            (*affine, num_modes, few, narrow),
             4,
             direct,
         )
@@ -249,7 +288,7 @@ class Mixing:
                 (num_samples,),
                 (num_channels, num_modes, num_positions, eps),
                 (*affine, has_gate, extra, modes, wide),
-                4,
+                warps,
                 direct,
             )
             for extra in (False, True)

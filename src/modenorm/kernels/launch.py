@@ -7,6 +7,7 @@ its compiled form once and then hands pointers straight to the driver.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ __all__ = ["DRIVER_IS_KNOWN", "Launch", "Slab", "current_stream"]
 Pointer = Tensor | int
 DRIVER_IS_KNOWN = triton.__version__.startswith("3.6.")
 """Whether kernels are handed to the driver directly, and arrays as addresses."""
+MOST_SMALL_PROGRAMS = 1 << 14
+"""More programs than this, of few warps each, start faster if they do not overlap others."""
 
 
 class Launch:
@@ -49,7 +52,7 @@ class Launch:
         self.grid = (*grid, 1, 1)[:3]
         self.tail = (*sizes, *constants)
         self.options: dict[str, object] = {"num_warps": num_warps}
-        if OVERLAPS:
+        if OVERLAPS and (num_warps >= 4 or math.prod(grid) <= MOST_SMALL_PROGRAMS):
             self.options["launch_pdl"] = True
         self.direct = direct and not interpreting()
         self.start: Callable[[int, tuple, tuple], None] | None = None

@@ -37,10 +37,17 @@ def mode_norm(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Y, the gates (N, K), and the modes' mean, variance and mass; gates None: the linear gate."""
-    return _ModeNorm.apply(x, gates, gate_weight, gate_bias, weight, bias, eps)
+    given = (gates, gate_weight, gate_bias, weight, bias)
+    constants = (None if t is None else t.detach() for t in (x, *given))
+    scale, shift, *kept = statistics(*constants, eps)
+    y, used = _Map.apply(x, *given, scale, shift, *kept, eps)
+    _, _, _, mode_mean, mode_var, mass = kept
+    return y, used, mode_mean, mode_var, mass
 
 
-class _ModeNorm(torch.autograd.Function):
+class _Map(torch.autograd.Function):
+    """The map, with the gradient of everything that its coefficients were made from."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -50,26 +57,31 @@ class _ModeNorm(torch.autograd.Function):
         gate_bias: Tensor | None,
         weight: Tensor | None,
         bias: Tensor | None,
+        scale: Tensor,
+        shift: Tensor,
+        used: Tensor,
+        mean: Tensor,
+        var: Tensor,
+        mode_mean: Tensor,
+        mode_var: Tensor,
+        mass: Tensor,
         eps: float,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        scale, shift, used, *kept = statistics(x, gates, gate_weight, gate_bias, weight, bias, eps)
-        mean, _, *of_modes = kept
-        ctx.save_for_backward(x, gates, gate_weight, gate_bias, weight, bias, used, *kept)
+    ) -> tuple[Tensor, Tensor]:
+        given = (gates, gate_weight, gate_bias, weight, bias)
+        ctx.save_for_backward(x, *given, used, mean, var, mode_mean, mode_var, mass)
         ctx.eps = eps
-        ctx.mark_non_differentiable(*of_modes)
-        mode_mean, mode_var, mass = of_modes
-        return plain.apply(x, mean, scale, shift), used, mode_mean, mode_var, mass
+        return plain.apply(x, mean, scale, shift), used.clone()
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor, dused: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor, dused: Tensor) -> tuple[Tensor | None, ...]:
         x, *given, used, mean, var, mode_mean, mode_var, mass = ctx.saved_tensors
-        kept = (mean, var, mode_mean, mode_var, mass)
-        scale, slope, offset, *found = gradients(dy, dused, x, *given, used, *kept, ctx.eps)
+        kept = (used, mean, var, mode_mean, mode_var, mass)
+        scale, slope, offset, *found = gradients(dy, dused, x, *given, *kept, ctx.eps)
         along = x.shape[:2] + (1,) * (x.ndim - 2)
         apart = x - mean.view(along)
         dx = dy * scale.view(along) + (apart * slope.view(along) + offset.view(along))
         present = (None if p is None else d for p, d in zip(given, found, strict=True))
-        return dx.to(x.dtype), *present, None
+        return dx.to(x.dtype), *present, *(None,) * 9
 
 
 @torch.library.custom_op("modenorm::statistics", mutates_args=())
