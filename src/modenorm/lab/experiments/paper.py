@@ -111,6 +111,7 @@ DEEP = {
     "augment": True,
     "dtype": "bfloat16",
     "channels_last": True,
+    "compile": True,
 }
 NIN = {**DEEP, "model": "nin", "batch": 128, "total": 100, "milestones": (65, 80)}
 VGG13 = {**DEEP, "model": "vgg13", "batch": 128, "total": 100, "milestones": (65, 80, 90)}
