@@ -81,7 +81,7 @@ class _Map(torch.autograd.Function):
         apart = x - mean.view(along)
         dx = dy * scale.view(along) + (apart * slope.view(along) + offset.view(along))
         present = (None if p is None else d for p, d in zip(given, found, strict=True))
-        return dx.to(x.dtype), *present, *(None,) * 9
+        return plain.as_type(dx, x.dtype), *present, *(None,) * 9
 
 
 @torch.library.custom_op("modenorm::statistics", mutates_args=())

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from modenorm.kernels.layout import statistics_dtype
 
-__all__ = ["apply", "differentiate", "masked_moments", "moments"]
+__all__ = ["apply", "as_type", "differentiate", "masked_moments", "moments"]
 
 
 def moments(x: Tensor, with_var: bool = True) -> tuple[Tensor, Tensor | None]:
@@ -47,7 +47,12 @@ def apply(x: Tensor, centre: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """Y = (x − centre) · scale + shift, in x's type."""
     shape = x.shape[:2] + (1,) * (x.ndim - 2)
     y = (x - centre.view(shape)) * scale.reshape(shape) + shift.view(shape)
-    return y.to(x.dtype)
+    return as_type(y, x.dtype)
+
+
+def as_type(y: Tensor, dtype: torch.dtype) -> Tensor:
+    """Y in a type; y itself if it has it, which a traced `to` of torch 2.11 gives no gradient."""
+    return y if y.dtype == dtype else y.to(dtype)
 
 
 def differentiate(
