@@ -44,13 +44,14 @@ def _moments_kernel(
     DIVIDES_P: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """One read: sums around the first tile's mean, which is close enough to the whole one.
 
     That mean is an average over a share BLOCK_P/P of the row, so its distance from the row's mean,
     squared, is at most P/BLOCK_P variances: the subtraction at the end costs no more digits.
     """
-    begin()
+    begin(OVERLAPS)
     num_rows, num_positions, stride_row, stride_position = _hinted(
         num_rows, num_positions, stride_row, stride_position, DIVIDES_R, DIVIDES_P
     )
@@ -114,8 +115,9 @@ def _apply_kernel(
     DIVIDES_P: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
-    begin()
+    begin(OVERLAPS)
     num_rows, num_positions, stride_row, stride_position = _hinted(
         num_rows, num_positions, stride_row, stride_position, DIVIDES_R, DIVIDES_P
     )
@@ -146,8 +148,9 @@ def _reduce_backward_kernel(
     DIVIDES_P: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
-    begin()
+    begin(OVERLAPS)
     num_rows, num_positions, stride_row, stride_position = _hinted(
         num_rows, num_positions, stride_row, stride_position, DIVIDES_R, DIVIDES_P
     )
@@ -204,8 +207,9 @@ def _apply_backward_kernel(
     DIVIDES_P: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
-    begin()
+    begin(OVERLAPS)
     num_rows, num_positions, stride_row, stride_position = _hinted(
         num_rows, num_positions, stride_row, stride_position, DIVIDES_R, DIVIDES_P
     )

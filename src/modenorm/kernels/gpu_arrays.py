@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
 from modenorm.kernels.layout import interpreting
 
-__all__ = ["OVERLAPS", "TINY", "begin", "load_affine", "load_rows"]
+__all__ = ["TINY", "begin", "can_overlap", "load_affine", "load_rows"]
 
 TINY = tl.constexpr(1.1754943508222875e-38)  # the smallest normal float32
 
 
-def _overlapping() -> bool:
+@functools.cache
+def can_overlap() -> bool:
     """Whether all GPUs can start a kernel while the one before it ends (compute capability 9)."""
     if interpreting() or not torch.cuda.is_available():
         return False
@@ -21,14 +24,11 @@ def _overlapping() -> bool:
     return all(torch.cuda.get_device_capability(device) >= (9, 0) for device in devices)
 
 
-OVERLAPS = tl.constexpr(_overlapping())
-
-
 @triton.jit
-def begin():
+def begin(OVERLAPS: tl.constexpr):
     """Wait for the results of the kernel before, and let the one after get ready.
 
-    Every kernel calls it before its first load or store; the launches ask for the overlap.
+    Every kernel calls it before its first load or store; `Launch` decides whether it overlaps.
     """
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()

@@ -63,8 +63,9 @@ def _forward_kernel(
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
-    begin()
+    begin(OVERLAPS)
     sample = tl.program_id(0)
     channels = tl.arange(0, BLOCK_C)
     mask = channels < num_channels
@@ -117,8 +118,9 @@ def _backward_kernel(
     HAS_WEIGHT: tl.constexpr,
     HAS_EXTRA: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
-    begin()
+    begin(OVERLAPS)
     sample = tl.program_id(0)
     channels = tl.arange(0, BLOCK_C)
     mask = channels < num_channels
@@ -197,9 +199,10 @@ def _parameters_kernel(
     HAS_BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Sums over the samples: of a block of channels or, in the last programs, of the gate's."""
-    begin()
+    begin(OVERLAPS)
     num_blocks = tl.cdiv(num_channels, BLOCK_C)
     block = tl.program_id(0)
     columns = tl.arange(0, BLOCK_C)

@@ -34,9 +34,10 @@ def _gates_kernel(
     HAS_GATE: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """softmax(W m + b) of one sample, and whether its moments are all finite."""
-    begin()
+    begin(OVERLAPS)
     sample = tl.program_id(0)
     modes = tl.arange(0, BLOCK_K)
     mask_k = modes < num_modes
@@ -84,9 +85,10 @@ def _statistics_kernel(
     HAS_SHARE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Mean and variance of one mode in a block of channels, and its running update."""
-    begin()
+    begin(OVERLAPS)
     mode = tl.program_id(1)
     channels = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask_c = channels < num_channels
@@ -196,9 +198,10 @@ def _coefficients_kernel(
     NUM_MODES: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Scale and shift of a block of samples and channels."""
-    begin()
+    begin(OVERLAPS)
     samples = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     channels = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask_n, mask_c = samples < num_samples, channels < num_channels

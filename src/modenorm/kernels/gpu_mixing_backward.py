@@ -37,9 +37,10 @@ def modes_backward_kernel(
     PER_MODE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Gradients of one mode's statistics in a block of channels."""
-    begin()
+    begin(OVERLAPS)
     mode = tl.program_id(1)
     channels = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask_c = channels < num_channels
@@ -104,9 +105,10 @@ def samples_backward_kernel(
     HAS_EXTRA: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """One sample's gate gradients, then its moments' gradients as the coefficients of dx."""
-    begin()
+    begin(OVERLAPS)
     sample = tl.program_id(0)
     modes = tl.arange(0, BLOCK_K)
     mask_k = modes < num_modes
@@ -178,9 +180,10 @@ def parameters_backward_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """The gate's parameters, one mode and a block of channels; the weight, summed over modes."""
-    begin()
+    begin(OVERLAPS)
     mode = tl.program_id(1)
     channels = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask_c = channels < num_channels

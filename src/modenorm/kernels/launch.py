@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from modenorm.kernels.gpu_arrays import OVERLAPS
+from modenorm.kernels.gpu_arrays import can_overlap
 from modenorm.kernels.layout import interpreting
 
 __all__ = ["DRIVER_IS_KNOWN", "Launch", "Slab", "current_stream"]
@@ -34,7 +34,7 @@ class Launch:
         kernel: takes pointers, then sizes, then constants.
         grid: number of programs along up to three axes.
         sizes: the arguments after the pointers.
-        constants: the `tl.constexpr` arguments, in order.
+        constants: the `tl.constexpr` arguments, in order, but for the last, OVERLAPS.
         num_warps: of each program.
         direct: keep the compiled form; only right if every pointer is always a multiple of 16.
     """
@@ -50,9 +50,11 @@ class Launch:
     ) -> None:
         self.kernel = kernel
         self.grid = (*grid, 1, 1)[:3]
-        self.tail = (*sizes, *constants)
+        few = num_warps >= 4 or math.prod(grid) <= MOST_SMALL_PROGRAMS
+        overlaps = few and can_overlap()
+        self.tail = (*sizes, *constants, overlaps)
         self.options: dict[str, object] = {"num_warps": num_warps}
-        if OVERLAPS and (num_warps >= 4 or math.prod(grid) <= MOST_SMALL_PROGRAMS):
+        if overlaps:
             self.options["launch_pdl"] = True
         self.direct = direct and not interpreting()
         self.start: Callable[[int, tuple, tuple], None] | None = None

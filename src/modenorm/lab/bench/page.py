@@ -191,8 +191,10 @@ def _markdown(header: list[str], lines: list[list[str]]) -> str:
 
 
 def _conditions(rows: list[Row]) -> str:
-    about = rows[0]
+    def all_of(name: str, length: int | None = None) -> str:
+        return ", ".join(dict.fromkeys(row[name][:length] for row in rows))
+
     return (
-        f"{about['device']}, torch {about['torch']}, commit {about['commit']}, "
-        f"{about['date'][:10]}; forward and backward together."
+        f"{all_of('device')}, torch {all_of('torch')}, commit {all_of('commit')}, "
+        f"{all_of('date', 10)}; forward and backward together."
     )
