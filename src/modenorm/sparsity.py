@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from modenorm.checks import check_choice
 from modenorm.layers import GateListener, ModeNorm
-from modenorm.modes import listening, mode_layers
+from modenorm.modes import SMALLEST_GATE, listening, mode_layers
 from modenorm.resizing import last_linear
 
 __all__ = ["DEFAULT_STRENGTH", "METHODS", "ModeSparsity"]
 
 METHODS = ("entropy", "switch")
-DEFAULT_STRENGTH = {"entropy": 0.2, "switch": 0.1}
+DEFAULT_STRENGTH = {"entropy": 0.002, "switch": 0.1}
 
 # The hard-concrete distribution of Louizos, Welling & Kingma (2018), with their constants.
 TEMPERATURE, LOW, HIGH = 2 / 3, -0.1, 1.1
@@ -134,7 +134,8 @@ class ModeSparsity(nn.Module):
             )
         usage = torch.cat([gates.mean(0) for gates in self._gates.values()])
         self.forget()
-        return self.strength * torch.special.entr(usage).sum()
+        # a mode without any sample has no entropy, and no gradient either
+        return self.strength * torch.special.entr(usage.clamp_min(SMALLEST_GATE)).sum()
 
     def forget(self) -> None:
         """Let go of the last forward's gates, after a step that does without the penalty."""
