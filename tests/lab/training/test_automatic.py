@@ -98,9 +98,7 @@ def _zero(step: object, taken: list[object]) -> torch.Tensor:
     return torch.zeros(())
 
 
-def test_the_penalty_changes_the_gates(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_penalty_changes_the_gates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Training, "_close", lambda self: None)
     settings = AUTO | {"total": 64}
     data = fake_data(32)

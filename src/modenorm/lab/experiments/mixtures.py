@@ -345,9 +345,10 @@ def mixtures_tables(lines: Sequence[Line]) -> str:
 def tuning_table(lines: Sequence[Line]) -> str:
     """Hits and errors of every strength and tolerance, in Markdown, and where they come from."""
     about, seeds = lines[0], sorted({line["seed"] for line in lines})
+    commits = ", ".join(dict.fromkeys(line["commit"] for line in lines))
     conditions = (
         f"Seeds {seeds[0]} to {seeds[-1]}, at most {MAX_MODES} modes, {about['steps']} steps of "
-        f"{BATCH} samples; {about['device']}, torch {about['torch']}, commit {about['commit']}, "
+        f"{BATCH} samples; {about['device']}, torch {about['torch']}, commit {commits}, "
         f"{about['date'][:10]}."
     )
     return "\n\n".join([_markdown(*errors(lines)), conditions])
