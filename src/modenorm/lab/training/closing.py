@@ -36,9 +36,7 @@ def pruned(
 
 
 @torch.no_grad()
-def close(
-    model: nn.Module, loader: Batches, batches: int, momentum: Mapping[str, Tensor]
-) -> Pruning:
+def close(model: nn.Module, loader: Batches, batches: int, momentum: Mapping[str, Tensor]) -> None:
     """Close the modes that make little difference; all tensors stay in place, for captured steps.
 
     Args:
@@ -47,9 +45,8 @@ def close(
         batches: How many.
         momentum: Of the parameters, by name; forgotten where modes changed places.
     """
-    smaller, report = pruned(model, loader, batches, CLOSING_TOLERANCE)
+    smaller, _ = pruned(model, loader, batches, CLOSING_TOLERANCE)
     changed = {id(parameter) for parameter in close_modes(model, smaller)}
     for name, parameter in model.named_parameters():
         if name in momentum and id(parameter) in changed:
             momentum[name].zero_()
-    return report

@@ -419,14 +419,14 @@ class Training:
         """
         self.lane.synchronize()
         self._finite_tensors()
-        buffers = self._step.momentum_buffers
+        loader, buffers = self._step.loader, self._step.momentum_buffers
         with self.lane.enter():
-            if self.ranks.leads:
-                close(self.model, self._step.loader, self._pruning_batches(), buffers)
+            self.ranks.first(lambda: close(self.model, loader, self._pruning_batches(), buffers))
             self.ranks.take([*self.model.state_dict().values(), *buffers.values()])
 
     def _pruning_batches(self) -> int:
-        return min(-(-PRUNING_SAMPLES // self.run.config.batch), self._chunk)
+        count = -(-PRUNING_SAMPLES // self.run.config.batch)
+        return min(count, self._chunk, self.schedule.total)
 
     def _prune(self) -> Generator[bool, None, dict[str, Any]]:
         """Take away modes that are not needed, keep the smaller model, and say how it does."""
