@@ -338,8 +338,12 @@ def by_method(lines: Iterable[Line]) -> dict[str, list[Line]]:
 
 
 def mixtures_tables(lines: Sequence[Line]) -> str:
-    """What was found of every mixture, in Markdown, and where the numbers come from."""
-    return "\n\n".join([_markdown(*summary(lines)), tuning_table(lines)])
+    """What was found of every mixture, in Markdown, and where the numbers come from.
+
+    Mixture by mixture with the default tolerance alone.
+    """
+    default = [line for line in lines if line["tolerance"] == DEFAULT_TOLERANCE]
+    return "\n\n".join([_markdown(*summary(default)), tuning_table(lines)])
 
 
 def tuning_table(lines: Sequence[Line]) -> str:
