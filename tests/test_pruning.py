@@ -240,6 +240,27 @@ def test_the_optimizer_goes_on():
         optimizer.step()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_training_goes_on_while_the_last_loss_is_kept(dtype):
+    """As in any loop: the last step's graph still lives when modes are pruned."""
+    model = trained(3)
+    model = nn.Sequential(with_copies(model[0], {3: 2}, {}), *model[1:]).to(dtype).train()
+    x = clusters(200, 3).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    for step in range(3):
+        if step == 1:
+            assert prune_modes(model, [x], 0.01, optimizer=optimizer).num_modes == {"0": 3}
+        if step == 2:
+            set_num_modes(model[0], 2)
+            optimizer.state.clear()
+        loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert model[0].gate.weight.grad.shape == (2, FEATURES)
+    assert model[0].gate.weight.dtype == dtype
+
+
 @pytest.mark.parametrize("per_mode_affine", [False, True], ids=["shared", "per_mode"])
 def test_closed_modes_are_as_if_pruned_and_stay_closed(per_mode_affine):
     """In evaluation and training, and after further steps with momentum and weight decay."""

@@ -109,8 +109,7 @@ def combine_modes(
     bias = rows[1]
     for parameter in rows:
         before = parameter.shape
-        parameter.data = _mix(weights, parameter.data)
-        parameter.grad = None
+        _reshape(parameter, _mix(weights, parameter.data))
         if optimizer is not None:
             _combine_state(optimizer, parameter, before, member)
     bias.add_(offsets.to(bias))
@@ -139,6 +138,18 @@ def _mix(weights: Tensor, rows: Tensor) -> Tensor:
     """Sums of rows, exact where a row is taken alone."""
     flat = rows.reshape(len(rows), -1).double().cpu()
     return (weights @ flat).reshape(-1, *rows.shape[1:]).to(rows)
+
+
+def _reshape(parameter: nn.Parameter, rows: Tensor) -> None:
+    """Give a parameter data of another shape.
+
+    As long as a graph of an earlier step lives, say by its loss, autograd goes on to expect
+    gradients of the old shape; it begins anew when the type changes, here to another and back.
+    """
+    other = torch.float32 if rows.dtype == torch.float64 else torch.float64
+    parameter.grad = None
+    parameter.data = rows.to(other)
+    parameter.data = rows
 
 
 def _set_width(linear: nn.Module, num_modes: int) -> None:
@@ -173,8 +184,7 @@ def set_num_modes(layer: Layer, num_modes: int) -> None:
             if (buffer := getattr(layer, name)) is not None:
                 setattr(layer, name, buffer.new_empty(num_modes, *buffer.shape[1:]))
     for parameter in rows:
-        parameter.data = parameter.new_empty(num_modes, *parameter.shape[1:])
-        parameter.grad = None
+        _reshape(parameter, parameter.data.new_empty(num_modes, *parameter.shape[1:]))
     layer.num_modes = num_modes
     layer.reset_parameters()
     if isinstance(layer, ModeNorm):
