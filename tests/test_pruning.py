@@ -19,7 +19,7 @@ from modenorm import (
     match_modes,
     prune_modes,
 )
-from modenorm.resizing import combine_modes, last_linear, set_num_modes
+from modenorm.resizing import close_modes, combine_modes, last_linear, set_num_modes
 
 torch.set_num_threads(1)
 FEATURES = 6
@@ -238,6 +238,53 @@ def test_the_optimizer_goes_on():
         optimizer.zero_grad()
         model(x).square().mean().backward()
         optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_training_goes_on_while_the_last_loss_is_kept(dtype):
+    """As in any loop: the last step's graph still lives when modes are pruned."""
+    model = trained(3)
+    model = nn.Sequential(with_copies(model[0], {3: 2}, {}), *model[1:]).to(dtype).train()
+    x = clusters(200, 3).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    for step in range(3):
+        if step == 1:
+            assert prune_modes(model, [x], 0.01, optimizer=optimizer).num_modes == {"0": 3}
+        if step == 2:
+            set_num_modes(model[0], 2)
+            optimizer.state.clear()
+        loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert model[0].gate.weight.grad.shape == (2, FEATURES)
+    assert model[0].gate.weight.dtype == dtype
+
+
+@pytest.mark.parametrize("per_mode_affine", [False, True], ids=["shared", "per_mode"])
+def test_closed_modes_are_as_if_pruned_and_stay_closed(per_mode_affine):
+    """In evaluation and training, and after further steps with momentum and weight decay."""
+    model = trained(3, per_mode_affine)
+    norm = with_copies(model[0], {3: 0, 4: 1}, {4: -1.0})
+    model = nn.Sequential(norm, *model[1:]).eval()
+    x, pruned = clusters(300, 3, seed=1), copy.deepcopy(model)
+    assert prune_modes(pruned, [x], 1e-9).num_modes == {"0": 3}
+    places = [tensor.data_ptr() for tensor in model.state_dict().values()]
+    changed = close_modes(model, pruned)
+    assert [tensor.data_ptr() for tensor in model.state_dict().values()] == places
+    assert len(changed) == (4 if per_mode_affine else 2)
+    assert_close(model(x), pruned(x), 1e-12)
+    optimizers = [
+        torch.optim.SGD(m.train().parameters(), 0.1, momentum=0.9, weight_decay=1e-3)
+        for m in (model, pruned)
+    ]
+    for _ in range(20):
+        for m, optimizer in zip((model, pruned), optimizers, strict=True):
+            optimizer.zero_grad()
+            (m(x) - x[:, :5]).square().mean().backward()
+            optimizer.step()
+    assert_close(model.eval()(x), pruned.eval()(x), 1e-9)
+    assert prune_modes(model, [x], 0.0).num_modes == {"0": 3}
 
 
 def test_pruned_states_load():

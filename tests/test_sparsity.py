@@ -59,6 +59,18 @@ def test_gradients_of_the_entropy():
     assert not torch.allclose(ours["1.gate.bias"], alone["1.gate.bias"])
 
 
+def test_a_mode_without_any_sample_has_no_gradient():
+    """Its gates are exactly 0, where the entropy's slope is infinite."""
+    model, x = small_model(), torch.randn(4, 3, 8, 8, dtype=torch.float64)
+    with torch.no_grad():
+        model[1].gate.bias[2] = -1e4
+    sparsity = ModeSparsity(model, strength=0.5)
+    found = gradients(model, model(x).sum() * 0 + sparsity())
+    assert all(bool(g.isfinite().all()) for g in found.values())
+    assert float(found["1.gate.bias"][2]) == 0
+    assert float(found["1.gate.bias"].abs().max()) > 0
+
+
 def test_strength_is_a_tensor_that_can_be_changed():
     model, x = small_model(), torch.randn(4, 3, 8, 8, dtype=torch.float64)
     sparsity = ModeSparsity(model, strength=0.5)

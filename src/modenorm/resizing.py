@@ -17,11 +17,12 @@ from modenorm.gates import LinearGate
 from modenorm.layers import ModeGroupNorm, ModeNorm, modes_in
 
 __all__ = [
-    "combine_modes", "group_weights", "last_linear", "match_modes", "merged_statistics",
-    "set_num_modes",
+    "close_modes", "combine_modes", "group_weights", "last_linear", "match_modes",
+    "merged_statistics", "set_num_modes",
 ]  # fmt: skip
 
 Layer = ModeNorm | ModeGroupNorm
+CLOSED = -1e4  # a logit that leaves its mode nothing, whatever the others are, in any precision
 
 
 def last_linear(gate: nn.Module, num_modes: int) -> Any:
@@ -108,8 +109,7 @@ def combine_modes(
     bias = rows[1]
     for parameter in rows:
         before = parameter.shape
-        parameter.data = _mix(weights, parameter.data)
-        parameter.grad = None
+        _reshape(parameter, _mix(weights, parameter.data))
         if optimizer is not None:
             _combine_state(optimizer, parameter, before, member)
     bias.add_(offsets.to(bias))
@@ -138,6 +138,18 @@ def _mix(weights: Tensor, rows: Tensor) -> Tensor:
     """Sums of rows, exact where a row is taken alone."""
     flat = rows.reshape(len(rows), -1).double().cpu()
     return (weights @ flat).reshape(-1, *rows.shape[1:]).to(rows)
+
+
+def _reshape(parameter: nn.Parameter, rows: Tensor) -> None:
+    """Give a parameter data of another shape.
+
+    As long as a graph of an earlier step lives, say by its loss, autograd goes on to expect
+    gradients of the old shape; it begins anew when the type changes, here to another and back.
+    """
+    other = torch.float32 if rows.dtype == torch.float64 else torch.float64
+    parameter.grad = None
+    parameter.data = rows.to(other)
+    parameter.data = rows
 
 
 def _set_width(linear: nn.Module, num_modes: int) -> None:
@@ -172,12 +184,51 @@ def set_num_modes(layer: Layer, num_modes: int) -> None:
             if (buffer := getattr(layer, name)) is not None:
                 setattr(layer, name, buffer.new_empty(num_modes, *buffer.shape[1:]))
     for parameter in rows:
-        parameter.data = parameter.new_empty(num_modes, *parameter.shape[1:])
-        parameter.grad = None
+        _reshape(parameter, parameter.data.new_empty(num_modes, *parameter.shape[1:]))
     layer.num_modes = num_modes
     layer.reset_parameters()
     if isinstance(layer, ModeNorm):
         linear.reset_parameters()  # also inside of a gate that can't reset itself
+
+
+@torch.no_grad()
+def close_modes(model: nn.Module, pruned: nn.Module) -> list[nn.Parameter]:
+    """Let a model compute what its pruned copy does, with every tensor in its place and shape.
+
+    For steps that are captured or compiled and can't go on with fewer modes. The first modes of
+    each mode norm become those of the copy. The others get a bias so low that they receive no
+    sample and no gradient: they stay closed in further training, until they are pruned.
+
+    Args:
+        model: Changed in place.
+        pruned: A copy of it after `prune_modes`; mode group norms have to be as they were.
+
+    Returns:
+        The parameters that changed, whose modes are in another order: an optimizer's momentum of
+        them means nothing any more.
+
+    Example:
+        >>> model = ModeNorm(8, num_modes=3)
+        >>> pruned = ModeNorm(8, num_modes=1)
+        >>> len(close_modes(model, pruned))
+        2
+        >>> model.gate.bias.data[1:]
+        tensor([-10000., -10000.])
+    """
+    changed: list[nn.Parameter] = []
+    for layer, smaller in zip(model.modules(), pruned.modules(), strict=True):
+        if not isinstance(layer, ModeNorm) or layer.num_modes == smaller.num_modes:
+            continue
+        linear, kept = last_linear(layer.gate, layer.num_modes), smaller.num_modes
+        for name, source in smaller.state_dict().items():
+            target = layer.state_dict()[name]
+            if target.shape != source.shape:
+                target[:kept].copy_(source)
+        linear.weight[kept:] = 0.0
+        linear.bias[kept:] = CLOSED
+        pairs = zip(layer.parameters(), smaller.parameters(), strict=True)
+        changed += [ours for ours, theirs in pairs if ours.shape != theirs.shape]
+    return changed
 
 
 def match_modes(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, tuple[int, int]]:

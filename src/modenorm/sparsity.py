@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from modenorm.checks import check_choice
 from modenorm.layers import GateListener, ModeNorm
-from modenorm.modes import listening, mode_layers
+from modenorm.modes import SMALLEST_GATE, listening, mode_layers
 from modenorm.resizing import last_linear
 
 __all__ = ["DEFAULT_STRENGTH", "METHODS", "ModeSparsity"]
 
 METHODS = ("entropy", "switch")
-DEFAULT_STRENGTH = {"entropy": 0.2, "switch": 0.1}
+DEFAULT_STRENGTH = {"entropy": 0.002, "switch": 0.1}
 
 # The hard-concrete distribution of Louizos, Welling & Kingma (2018), with their constants.
 TEMPERATURE, LOW, HIGH = 2 / 3, -0.1, 1.1
@@ -57,7 +57,7 @@ class ModeSparsity(nn.Module):
     r"""A loss that makes the mode norms of a model give up modes that they don't need.
 
     Call it in each training step after the model, and add what it returns to the loss; then
-    `prune_modes` takes away what is not used. Two methods:
+    `prune_modes` takes away what makes little difference. Two methods:
 
     - "entropy": strength · Σ_layers H(mean_n g_n), the entropy (in nats) of the share of the batch
       that each mode receives. Deterministic, without parameters.
@@ -66,8 +66,10 @@ class ModeSparsity(nn.Module):
       and is drawn anew in every forward of the model in training.
 
     Start it when modes have formed, about half way through the training: from the first step on it
-    closes modes before they find their samples (docs/automatic_modes.md). `strength` is a tensor
-    that can be changed at any time, also between replays of a captured step.
+    closes modes before they find their samples (docs/automatic_modes.md). The penalty is in nats
+    beside the loss, so a mode goes if it lowers the loss by less than its part of the entropy
+    costs; the default strength takes little more than duplicates. `strength` is a tensor that can
+    be changed at any time, also between replays of a captured step.
 
     Mode group norms are left alone: they average their modes without the gates, so a mode without
     channels counts as much as any other.
@@ -81,7 +83,7 @@ class ModeSparsity(nn.Module):
     Example:
         >>> import modenorm
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), modenorm.ModeNorm2d(8, num_modes=8))
-        >>> sparsity = ModeSparsity(model, strength=0.2)
+        >>> sparsity = ModeSparsity(model, strength=0.01)
         >>> loss = model(torch.randn(16, 3, 8, 8)).square().mean() + sparsity()
         >>> loss.backward()
         >>> sparsity.remove()
@@ -134,7 +136,8 @@ class ModeSparsity(nn.Module):
             )
         usage = torch.cat([gates.mean(0) for gates in self._gates.values()])
         self.forget()
-        return self.strength * torch.special.entr(usage).sum()
+        # a mode without any sample has no entropy, and no gradient either
+        return self.strength * torch.special.entr(usage.clamp_min(SMALLEST_GATE)).sum()
 
     def forget(self) -> None:
         """Let go of the last forward's gates, after a step that does without the penalty."""

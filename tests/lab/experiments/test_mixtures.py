@@ -63,15 +63,16 @@ def test_the_command_keeps_and_shows_results(
 ) -> None:
     monkeypatch.setattr(mixtures, "MIXTURES", MIXTURES[:2])
     monkeypatch.setattr(command, "CANDIDATES", [Method("switch", 0.5)])
-    arguments = ["mixtures", "--seeds", "2", "--steps", "3", "--results", str(tmp_path)]
+    arguments = ["mixtures", "--seeds", "2", "--steps", "4", "--results", str(tmp_path)]
     for method in ("switch", "none"):
         result = CliRunner().invoke(app, [*arguments, "--method", method])
         assert result.exit_code == 0, result.output
     file = tmp_path / "automatic_mixtures.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [line["method"] for line in lines] == ["none"] * 8 + ["switch"] * 8
-    assert [line["seed"] for line in lines] == [0, 0, 1, 1] * 4
-    assert [line["tolerance"] for line in lines] == [0.05, 0.1] * 8
+    assert [line["method"] for line in lines] == ["none"] * 16 + ["switch"] * 8
+    assert [line["closing"] for line in lines] == [0.0] * 8 + [0.1] * 16
+    assert [line["seed"] for line in lines] == [0, 0, 1, 1] * 6
+    assert [line["tolerance"] for line in lines] == [0.05, 0.1] * 12
     assert all(1 <= line["found"] <= 8 for line in lines)
     assert lines[0].keys() >= {"commit", "torch", "device", "date", "steps"}
     result = CliRunner().invoke(app, [*arguments, "--tune", "--method", "switch"])
@@ -86,10 +87,30 @@ def test_the_command_keeps_and_shows_results(
 
 def test_the_summary_counts() -> None:
     line = {"mixture": "a", "modes": 2, "method": "none", "strength": 0.0, "tolerance": 0.05}
-    lines = [line | {"found": found} for found in (2, 2, 3)]
+    lines = [line | {"found": found, "closing": 0.0} for found in (2, 2, 3)]
     header, rows = mixtures.summary(lines)
     assert header == ["mixture", "pruning alone"]
     assert rows == [["a", "2/3 (2.3)"], ["all", "2/3"]]
+
+
+def test_names_of_methods_tell_them_apart() -> None:
+    line = {"method": "none", "strength": 0.0, "closing": 0.0, "tolerance": 0.05}
+    penalty = {"method": "entropy", "strength": 0.2}
+    lines = [line, line | {"closing": 0.1}, line | penalty, line | penalty | {"closing": 0.1}]
+    names = ["pruning alone", "closing 0.1", "entropy 0.2", "entropy 0.2, closing 0.1"]
+    assert mixtures.by_method(lines) == {n: [x] for n, x in zip(names, lines, strict=True)}
+
+
+@pytest.mark.parametrize("method", ["entropy", "switch"])
+def test_closed_networks_go_on_and_modes_stay_closed(method: str) -> None:
+    """One hidden mode: closing leaves one, in which the rest of the training changes nothing."""
+    sources = Sources([(MIXTURES[0], 1000), (MIXTURES[1], 1000)])
+    networks = mixtures.train(sources, Method(method, 0.05, closing=0.3), seed=0, steps=60)
+    x, _ = sources.batch(500)
+    gates = torch.softmax(networks[0][0].gate(x[0]), 1)
+    assert int((gates.max(0).values > 0).sum()) == 1
+    for network in networks:
+        assert all(bool(p.isfinite().all()) for p in network.parameters())
 
 
 def test_the_page_shows_the_committed_results() -> None:

@@ -12,7 +12,7 @@ import torch
 from fake_data import fake_config, fake_data, fake_images
 
 from modenorm.lab.data import DataSet
-from modenorm.lab.training import TrainConfig, Training, recipe, train
+from modenorm.lab.training import TrainConfig, Training, recipe, runner, train
 
 UNEVEN = fake_config(model="resnet20", batch=7, total=3, milestones=(2,), eval_every=2)
 PER_RANK = fake_config(model="resnet20", batch=7, total=3, norm="bn", sync=False)
@@ -67,6 +67,22 @@ def stop(training: Training) -> None:
         signal.raise_signal(signal.SIGINT)
 
 
+def closed_state(runs: Path) -> list[float]:
+    """Sums of all tensors right after modes were closed, in an automatic training."""
+    sums: list[float] = []
+
+    class Watched(Training):
+        def _close(self) -> None:
+            super()._close()
+            sums.extend(float(tensor.double().sum()) for tensor in self.model.state_dict().values())
+
+    runner.Training = Watched  # type: ignore[misc]
+    config = streamed("images", modes=3, sparsity=0.002, total=6, eval_every=6)
+    train(config, runs, device="cpu", workers=0)
+    runner.Training = Training  # type: ignore[misc]
+    return sums
+
+
 def main(folder: Path) -> None:
     """Train, stop and fail in all ways that need several ranks."""
     rank = int(os.environ["RANK"])
@@ -75,6 +91,7 @@ def main(folder: Path) -> None:
     for name, config in (("uneven", UNEVEN), ("per rank", PER_RANK), ("dropout", DROPOUT)):
         found[name] = train(config, runs, data=fake_data(), device="cpu")
     found["streamed"] = train(streamed("images"), runs, device="cpu", workers=1)
+    found["closed"] = closed_state(runs)
     train(recipe(**MORTAL), runs, device="cpu", workers=1)
     try:
         train(STOPPED, runs, data=fake_data(), device="cpu", listener=stop)

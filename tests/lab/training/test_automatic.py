@@ -12,7 +12,8 @@ from test_resume import same_end
 from modenorm import mode_report, record_gates
 from modenorm.lab.models import create_model
 from modenorm.lab.training import Run, TrainConfig, Training, load_model, train
-from modenorm.lab.training.trainer import PENALTY_EVERY
+from modenorm.lab.training.schedule import Schedule
+from modenorm.lab.training.trainer import Diverged
 from modenorm.modes import mode_layers
 
 AUTO = {
@@ -46,19 +47,50 @@ def test_a_training_ends_with_a_smaller_model(tmp_path: Path) -> None:
     assert json.loads((run.path / "result.json").read_text()) == result
 
 
-def test_the_penalty_is_in_every_16th_step_of_the_second_half(
+def test_the_penalty_is_in_every_16th_step_from_half_way_until_modes_are_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = fake_config(**AUTO | {"total": 36})
+    config = fake_config(**AUTO | {"total": 64})
+    schedule = Schedule.of(config, 70)
+    assert schedule.closing == 44
+    assert [step for step in range(64) if schedule.penalty_at(step)] == [32]
     taken = []
     monkeypatch.setattr("modenorm.lab.training.step.Step._penalty", lambda self: _zero(self, taken))
+    monkeypatch.setattr(Training, "_close", lambda self: taken.append(self.position.step))
     train(config, tmp_path, data=fake_data(32))
-    assert len(taken) == len([s for s in range(18, 36) if s % PENALTY_EVERY == 0]) == 1
+    assert taken[1:] == [44]
     plain = dataclasses.replace(config, sparsity=0.0)
+    assert Schedule.of(plain, 70).closing == 0
+    assert not any(Schedule.of(plain, 70).penalty_at(step) for step in range(64))
     train(plain, tmp_path, data=fake_data(32))
+    assert len(taken) == 2
     ours, theirs = (load_model(Run.of(c, tmp_path).checkpoint)[0] for c in (config, plain))
     for name, tensor in theirs.state_dict().items():
         assert torch.equal(ours.state_dict()[name], tensor)  # a penalty of zero changes nothing
+
+
+def test_closed_modes_stay_closed_to_the_end(tmp_path: Path) -> None:
+    config = fake_config(**AUTO | {"eval_every": 25})
+    seen = {}
+
+    def look(training: Training) -> None:
+        biases = [layer.gate.bias.detach() for layer in mode_layers(training.model).values()]
+        seen[training.position.step] = [int((bias < -1e3).sum()) for bias in biases]
+
+    result = train(config, tmp_path, data=fake_data(32), listener=look)
+    assert seen[16] == [0, 0]
+    assert sum(seen[25]) > 0
+    assert seen[36] == seen[25]
+    for closed, left in zip(seen[25], result["num_modes"].values(), strict=True):
+        assert left <= 3 - closed
+    last = Run.of(config, tmp_path).metrics()[-1]["modes"].values()
+    assert all(layer["distinct"] <= 3 - k for layer, k in zip(last, seen[25], strict=True))
+
+
+def test_a_training_that_diverges_before_its_modes_are_closed_says_so(tmp_path: Path) -> None:
+    config = fake_config(**AUTO | {"total": 20, "lr": 1e30})
+    with pytest.raises(Diverged, match="no longer finite"):
+        train(config, tmp_path, data=fake_data(32))
 
 
 def _zero(step: object, taken: list[object]) -> torch.Tensor:
@@ -66,7 +98,8 @@ def _zero(step: object, taken: list[object]) -> torch.Tensor:
     return torch.zeros(())
 
 
-def test_the_penalty_changes_the_gates(tmp_path: Path) -> None:
+def test_the_penalty_changes_the_gates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Training, "_close", lambda self: None)
     settings = AUTO | {"total": 64}
     data = fake_data(32)
     entropies = {}
@@ -79,7 +112,8 @@ def test_the_penalty_changes_the_gates(tmp_path: Path) -> None:
     assert entropies[2.0] < entropies[0.0] - 0.1
 
 
-def test_an_interrupted_automatic_training_ends_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("step", [16, 25, 30])  # modes are closed after step 25
+def test_an_interrupted_automatic_training_ends_the_same(tmp_path: Path, step: int) -> None:
     config = fake_config(**AUTO)
     train(config, tmp_path / "whole", data=fake_data(32))
 
@@ -87,7 +121,8 @@ def test_an_interrupted_automatic_training_ends_the_same(tmp_path: Path) -> None
         pass
 
     def kill(training: Training) -> None:
-        if training.position.step >= 30:
+        if training.position.step >= step:
+            training.save()
             raise Killed
 
     with pytest.raises(Killed):

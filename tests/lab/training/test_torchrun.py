@@ -92,6 +92,11 @@ def test_all_ranks_have_the_result_of_rank_0(found: list[dict[str, Any]]) -> Non
         assert found[0][name] == found[1][name]
 
 
+def test_all_ranks_close_the_same_modes(found: list[dict[str, Any]]) -> None:
+    assert found[0]["closed"] == found[1]["closed"]
+    assert min(found[0]["closed"]) <= -1e4  # some were closed
+
+
 def test_streamed_images_in_shares(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder / "rank0")
     train(streamed("images"), folder / "one", workers=0)

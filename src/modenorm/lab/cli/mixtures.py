@@ -48,10 +48,10 @@ def mixtures_command(
 
 
 def _keep(file: Path, new: list[dict[str, Any]]) -> None:
-    """Put lines in the place of those of the same method and strength."""
+    """Put lines in the place of those of the same method, strength and closing."""
 
-    def key(line: dict[str, Any]) -> tuple[str, float]:
-        return line["method"], line["strength"]
+    def key(line: dict[str, Any]) -> tuple[str, float, float]:
+        return line["method"], line["strength"], line["closing"]
 
     old = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     lines = [line for line in old if key(line) != key(new[0])] + new

@@ -22,18 +22,23 @@ from modenorm import ModeNorm1d, ModeSparsity, prune_modes, recalibrate
 from modenorm.lab.bench.page import _markdown
 from modenorm.lab.data.loader import derive_seed
 from modenorm.lab.provenance import provenance
+from modenorm.lab.training.closing import CLOSING_TOLERANCE
+from modenorm.lab.training.schedule import CLOSING, PENALTY_FROM
+from modenorm.modes import SMALLEST_GATE
 from modenorm.pruning import DEFAULT_TOLERANCE
+from modenorm.resizing import close_modes
 from modenorm.sparsity import DEFAULT_STRENGTH, draw_switches, expected_open
 
 CHANNELS = CLASSES = 8
 MAX_MODES = 8
 EPS = 1e-5
 BATCH, STEPS, LR, MOMENTUM = 128, 1000, 0.1, 0.9
-START = 0.5  # the part of the training before the penalty sets in
 LR_DROP = 0.7  # the part of the training before the learning rate falls to a tenth
+CLOSING_SAMPLES = 4096  # for the estimates that closing needs
 DISTANCE = {"apart": 8.0, "overlapping": 3.0}
 UNBALANCED = 10.0
 PRUNING_SAMPLES = 512
+OPEN = 20.0  # log odds of a switch that stays open
 TUNING_SEED = 1000  # development seeds count up from here, published ones from 0
 
 Line = dict[str, Any]
@@ -67,26 +72,37 @@ MIXTURES = (
 
 @dataclass(frozen=True)
 class Method:
-    """How modes are counted: by pruning alone (no method), or with a penalty in training too."""
+    """How modes are counted: by pruning at the end, and before with a penalty or by closing.
+
+    Attributes:
+        name: Of the penalty.
+        strength: Of the penalty; 0 for none.
+        closing: Tolerance of the modes that are closed before the end; 0 to close none.
+    """
 
     name: str
     strength: float
+    closing: float = CLOSING_TOLERANCE
 
     @property
     def kind(self) -> str:
-        """The name, "none" for pruning alone."""
+        """The penalty's name, "none" without."""
         return self.name if self.strength else "none"
 
 
+WITHOUT_CLOSING = tuple(Method("entropy", strength, closing=0.0) for strength in (0.0, 0.2))
 METHODS = (
+    *WITHOUT_CLOSING,
     Method("entropy", 0.0),
     *(Method(name, strength) for name, strength in DEFAULT_STRENGTH.items()),
 )
 CANDIDATES = (
-    *(Method("entropy", strength) for strength in (0.0, 0.1, 0.2, 0.4)),
-    *(Method("switch", strength) for strength in (0.02, 0.1, 0.3)),
+    *WITHOUT_CLOSING,
+    *(Method("entropy", 0.0, closing) for closing in (0.05, 0.15)),
+    *(Method("entropy", strength) for strength in (0.0, 0.002, 0.01, 0.05, 0.2)),
+    *(Method("switch", strength) for strength in (0.1, 0.3)),
 )
-TOLERANCES = (0.02, 0.05, 0.1, 0.15)
+TOLERANCES = (0.02, 0.05, 0.1)
 
 
 class Sources:
@@ -161,7 +177,7 @@ def losses(
         log_odds = parameters["sparsity.log_odds"]
         logits = logits + draw_switches(log_odds, noise).log()[:, None]
     gates = torch.softmax(logits, -1)  # (B, N, K)
-    weights = (gates / gates.sum(1, keepdim=True)).mT
+    weights = (gates / gates.sum(1, keepdim=True).clamp_min(SMALLEST_GATE)).mT
     mean = weights @ x  # (B, K, C)
     inverse = (weights @ x**2 - mean**2 + EPS).rsqrt()  # x has unit variance: nothing is lost here
     y = (gates @ inverse) * x - gates @ (inverse * mean)
@@ -170,7 +186,7 @@ def losses(
     loss = functional.cross_entropy(scores.mT, classes, reduction="none").mean(1)
     if noise is not None:
         return loss + strength * expected_open(log_odds).sum(1)
-    return loss + strength * torch.special.entr(gates.mean(1)).sum(1)
+    return loss + strength * torch.special.entr(gates.mean(1).clamp_min(SMALLEST_GATE)).sum(1)
 
 
 def train(sources: Sources, method: Method, seed: int, steps: int = STEPS) -> list[nn.Sequential]:
@@ -183,12 +199,39 @@ def train(sources: Sources, method: Method, seed: int, steps: int = STEPS) -> li
         for step in range(steps):
             if step == round(LR_DROP * steps):
                 optimizer.param_groups[0]["lr"] *= 0.1
+            if step == round(CLOSING * steps) and method.closing:
+                _close(sources, parameters, optimizer, method)
             noise = torch.rand(count, MAX_MODES) if method.name == "switch" else None
-            strength = method.strength if step >= START * steps else 0.0
+            before_closing = step < CLOSING * steps or not method.closing
+            strength = method.strength if step >= PENALTY_FROM * steps and before_closing else 0.0
             optimizer.zero_grad()
             losses(parameters, *sources.batch(BATCH), strength, noise).sum().backward()
             optimizer.step()
     return [_single(parameters, i, method) for i in range(count)]
+
+
+@torch.no_grad()
+def _close(
+    sources: Sources,
+    parameters: dict[str, Tensor],
+    optimizer: torch.optim.Optimizer,
+    method: Method,
+) -> None:
+    """Close modes that make little difference, in each network; switches are open from then on."""
+    x, _ = sources.batch(CLOSING_SAMPLES)
+    for i in range(len(x)):
+        network = _single(parameters, i, method)
+        recalibrate(network, x[i].split(1024))
+        pruned = copy.deepcopy(network)
+        prune_modes(pruned, [x[i, :PRUNING_SAMPLES]], method.closing)
+        close_modes(network, pruned)
+        for name, parameter in network.named_parameters():
+            parameters[f"network.{name}"][i] = parameter
+    for name, stacked in parameters.items():
+        if name == "sparsity.log_odds":
+            stacked.fill_(OPEN)
+        if name.startswith(("network.0.gate.", "sparsity.")):
+            optimizer.state[stacked]["momentum_buffer"].zero_()
 
 
 def _single(parameters: dict[str, Tensor], i: int, method: Method) -> nn.Sequential:
@@ -225,6 +268,7 @@ def measure(
                 "seed": seed,
                 "method": method.kind,
                 "strength": method.strength,
+                "closing": method.closing,
                 "tolerance": tolerance,
                 "found": modes,
                 "error": round(error, 2),
@@ -280,32 +324,35 @@ def errors(lines: Sequence[Line]) -> tuple[list[str], list[list[str]]]:
 
 
 def by_method(lines: Iterable[Line]) -> dict[str, list[Line]]:
-    """Lines by method and strength, in words; with the tolerance where there are several."""
+    """Lines by penalty and closing, in words; with the tolerance where there are several."""
     lines = list(lines)
     several = len({line["tolerance"] for line in lines}) > 1
     found: dict[str, list[Line]] = {}
     for line in lines:
-        name = (
-            "pruning alone"
-            if line["method"] == "none"
-            else f"{line['method']} {line['strength']:g}"
-        )
-        name += f", tolerance {line['tolerance']:g}" if several else ""
-        found.setdefault(name, []).append(line)
+        parts = [f"{line['method']} {line['strength']:g}"] if line["method"] != "none" else []
+        parts += [f"closing {line['closing']:g}"] if line["closing"] else []
+        parts = parts or ["pruning alone"]
+        parts += [f"tolerance {line['tolerance']:g}"] if several else []
+        found.setdefault(", ".join(parts), []).append(line)
     return found
 
 
 def mixtures_tables(lines: Sequence[Line]) -> str:
-    """What was found of every mixture, in Markdown, and where the numbers come from."""
-    return "\n\n".join([_markdown(*summary(lines)), tuning_table(lines)])
+    """What was found of every mixture, in Markdown, and where the numbers come from.
+
+    Mixture by mixture with the default tolerance alone.
+    """
+    default = [line for line in lines if line["tolerance"] == DEFAULT_TOLERANCE]
+    return "\n\n".join([_markdown(*summary(default)), tuning_table(lines)])
 
 
 def tuning_table(lines: Sequence[Line]) -> str:
     """Hits and errors of every strength and tolerance, in Markdown, and where they come from."""
     about, seeds = lines[0], sorted({line["seed"] for line in lines})
+    commits = ", ".join(dict.fromkeys(line["commit"] for line in lines))
     conditions = (
         f"Seeds {seeds[0]} to {seeds[-1]}, at most {MAX_MODES} modes, {about['steps']} steps of "
-        f"{BATCH} samples; {about['device']}, torch {about['torch']}, commit {about['commit']}, "
+        f"{BATCH} samples; {about['device']}, torch {about['torch']}, commit {commits}, "
         f"{about['date'][:10]}."
     )
     return "\n\n".join([_markdown(*errors(lines)), conditions])

@@ -5,6 +5,14 @@ from dataclasses import dataclass
 
 from modenorm.lab.training.config import TrainConfig
 
+PENALTY_FROM = 0.5
+"""Part of the training before the penalty on modes sets in, for modes to form."""
+PENALTY_EVERY = 16
+"""The penalty is in every 16th step, 16 times as strong: it then costs next to nothing."""
+CLOSING = 0.7
+"""Part of the training before modes are closed; the penalty ends then, and the rest of the training
+makes up for what closing changed."""
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -14,6 +22,8 @@ class Schedule:
         total: Number of steps; the samples seen never exceed what was asked for.
         milestones: Steps before which the learning rate drops.
         evaluations: Numbers of finished steps after which the test set is looked at.
+        closing: Number of finished steps after which modes that make little difference are closed,
+            if their number is looked for; else 0.
     """
 
     lr: float
@@ -21,6 +31,7 @@ class Schedule:
     total: int
     milestones: tuple[int, ...]
     evaluations: tuple[int, ...]
+    closing: int = 0
 
     @classmethod
     def of(cls, config: TrainConfig, num_samples: int) -> "Schedule":
@@ -44,6 +55,7 @@ class Schedule:
             total=total,
             milestones=tuple(steps_until(point) for point in config.milestones),
             evaluations=tuple(sorted(evaluations)),
+            closing=int(CLOSING * total) if config.sparsity else 0,
         )
 
     def lr_at(self, step: int) -> float:
@@ -54,6 +66,11 @@ class Schedule:
         """Whether the test set is looked at after `step` finished steps."""
         return step in self.evaluations
 
+    def penalty_at(self, step: int) -> bool:
+        """Whether the step that follows `step` finished ones has the penalty on modes."""
+        due = PENALTY_FROM * self.total <= step < self.closing
+        return due and step % PENALTY_EVERY == 0
+
     def next_stop(self, step: int) -> int:
         """The next step at which something other than plain training happens."""
-        return min(s for s in (*self.milestones, *self.evaluations) if s > step)
+        return min(s for s in (*self.milestones, *self.evaluations, self.closing) if s > step)

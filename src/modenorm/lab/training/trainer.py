@@ -7,7 +7,6 @@ they agree on everything at the end of every chunk of steps.
 """
 
 import contextlib
-import copy
 import dataclasses
 import json
 import math
@@ -21,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from modenorm import ModeSparsity, prune_modes
+from modenorm import ModeSparsity
 from modenorm.lab.data.loader import (
     Batches,
     DeviceImages,
@@ -42,10 +41,11 @@ from modenorm.lab.training.checkpoint import (
     copy_tensors,
     load_state,
 )
+from modenorm.lab.training.closing import PRUNING_SAMPLES, close, pruned
 from modenorm.lab.training.evaluate import count_errors, errors
 from modenorm.lab.training.ranks import Ranks
 from modenorm.lab.training.runs import Run
-from modenorm.lab.training.schedule import Schedule
+from modenorm.lab.training.schedule import PENALTY_EVERY, Schedule
 from modenorm.lab.training.step import Lane, Step, Turns, capture, compiled
 from modenorm.lab.training.usage import ModeUsage
 from modenorm.lab.training.usage import scalars as mode_scalars
@@ -58,12 +58,6 @@ TURN = {"cuda": 16, "cpu": 1}
 """Steps queued before others have their turn."""
 SAVING_SHARE = 0.02
 """Of the time: checkpoints at evaluations may take as much."""
-PENALTY_EVERY = 16
-"""The penalty on modes is in every 16th step, 16 times as strong: it then costs next to nothing."""
-PENALTY_FROM = 0.5
-"""Part of the training before the penalty sets in, for modes to form."""
-PRUNING_SAMPLES = 2048
-"""Of the training set: on these the smaller model is compared with the larger one."""
 
 
 class Diverged(RuntimeError):
@@ -231,8 +225,8 @@ class Training:
             if self._step.sparsity is not None:
                 self._step.sparsity.remove()
             if self.ranks.leads:
-                pruned = (yield from self._prune()) if self.run.config.sparsity else {}
-                self.run.finish(self._result() | pruned)
+                smaller = (yield from self._prune()) if self.run.config.sparsity else {}
+                self.run.finish(self._result() | smaller)
 
     def _checkpoint_due(self, evaluated: bool) -> bool:
         """Whether time has come, or an evaluation was made and writing is cheap beside the rest.
@@ -265,16 +259,20 @@ class Training:
         self.lane.synchronize()
         began = time.monotonic()
         self._match_estimates()
-        tensors = {name: tensor.detach().cpu() for name, tensor in self._tensors().items()}
-        for name, tensor in tensors.items():
-            if tensor.is_floating_point() and not tensor.isfinite().all():
-                raise Diverged(self._diverged(f"{name} is no longer finite"))
+        tensors = self._finite_tensors()
         position = replace(self.position, seconds=self.seconds)
         checkpoint = Checkpoint(self.run.config, self.data.about, position, tensors)
         if self.ranks.leads:
             checkpoint.save(self.run.checkpoint)
         self._saved, self._saved_at = mark, time.monotonic()
         self._save_seconds = self._saved_at - began
+
+    def _finite_tensors(self) -> dict[str, Tensor]:
+        tensors = {name: tensor.detach().cpu() for name, tensor in self._tensors().items()}
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point() and not tensor.isfinite().all():
+                raise Diverged(self._diverged(f"{name} is no longer finite"))
+        return tensors
 
     def _tensors(self) -> dict[str, Tensor]:
         parts = {
@@ -331,10 +329,6 @@ class Training:
         graphs = [capture(self._step, generators(self.model), self.lane, kind) for kind in kinds]
         return lambda regularised: graphs[regularised]()
 
-    def _regularised(self, step: int) -> bool:
-        late = step >= PENALTY_FROM * self.schedule.total
-        return bool(self.run.config.sparsity) and late and step % PENALTY_EVERY == 0
-
     def _train(self, advance: Callable[[bool], None]) -> Turns:
         """Train until the chunk ends or something else is due, and look at the loss."""
         stop = self._load_chunk()
@@ -343,8 +337,10 @@ class Training:
             with self.lane.enter():
                 for step in range(self.position.step, self.position.step + count):
                     self._draw_apart(step)
-                    advance(self._regularised(step))
+                    advance(self.schedule.penalty_at(step))
             self.position.step += count
+            if self.position.step == self.schedule.closing:
+                self._close()  # before anybody can write a checkpoint of this step
             yield True
         loss_sum = yield from self._loss_sum()
         if not math.isfinite(loss_sum):
@@ -417,15 +413,29 @@ class Training:
             self._events.write(record)
         self._tell()
 
+    def _close(self) -> None:
+        """Close modes that make little difference; the rest of the training does without them.
+
+        Raises:
+            Diverged: The state is not finite.
+        """
+        self.lane.synchronize()
+        self._finite_tensors()
+        loader, buffers = self._step.loader, self._step.momentum_buffers
+        with self.lane.enter():
+            self.ranks.first(lambda: close(self.model, loader, self._pruning_batches(), buffers))
+            self.ranks.take([*self.model.state_dict().values(), *buffers.values()])
+
+    def _pruning_batches(self) -> int:
+        count = -(-PRUNING_SAMPLES // self.run.config.batch)
+        return min(count, self._chunk, self.schedule.total)
+
     def _prune(self) -> Generator[bool, None, dict[str, Any]]:
         """Take away modes that are not needed, keep the smaller model, and say how it does."""
         self.lane.synchronize()
-        config, loader = self.run.config, self._step.loader
-        count = min(-(-PRUNING_SAMPLES // config.batch), self._chunk)
-        model = copy.deepcopy(self.model)
+        config = self.run.config
         with self.lane.enter():
-            loader.load(0, count)
-            report = prune_modes(model, [loader.next_batch()[0] for _ in range(count)])
+            model, report = pruned(self.model, self._step.loader, self._pruning_batches())
             names = self.data.about.domain_names
             counts = count_errors(model, self.data.test, len(names), self._dtype)
         found = errors((yield from self.lane.fetch(counts)), names)

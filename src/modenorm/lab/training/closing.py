@@ -1,0 +1,52 @@
+"""Modes that a training can do without: closed while it goes on, and taken away at its end."""
+
+import copy
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from modenorm import prune_modes
+from modenorm.lab.data.loader import Batches
+from modenorm.pruning import DEFAULT_TOLERANCE, Pruning
+from modenorm.resizing import close_modes
+
+CLOSING_TOLERANCE = 2 * DEFAULT_TOLERANCE
+"""Of closing: twice as much as at the end, since training goes on and makes up for it."""
+PRUNING_SAMPLES = 2048
+"""Of the training set: on these the smaller model is compared with the larger one."""
+
+
+def pruned(
+    model: nn.Module, loader: Batches, batches: int, tolerance: float = DEFAULT_TOLERANCE
+) -> tuple[nn.Module, Pruning]:
+    """A smaller copy of the model, and what was pruned.
+
+    Args:
+        model: Stays as it is.
+        loader: Gives its first batches, and has to be loaded again afterwards.
+        batches: How many.
+        tolerance: As for `prune_modes`.
+    """
+    smaller = copy.deepcopy(model)
+    loader.load(0, batches)
+    return smaller, prune_modes(
+        smaller, [loader.next_batch()[0] for _ in range(batches)], tolerance
+    )
+
+
+@torch.no_grad()
+def close(model: nn.Module, loader: Batches, batches: int, momentum: Mapping[str, Tensor]) -> None:
+    """Close the modes that make little difference; all tensors stay in place, for captured steps.
+
+    Args:
+        model: Changed in place.
+        loader: Gives its first batches, and has to be loaded again afterwards.
+        batches: How many.
+        momentum: Of the parameters, by name; forgotten where modes changed places.
+    """
+    smaller, _ = pruned(model, loader, batches, CLOSING_TOLERANCE)
+    changed = {id(parameter) for parameter in close_modes(model, smaller)}
+    for name, parameter in model.named_parameters():
+        if name in momentum and id(parameter) in changed:
+            momentum[name].zero_()
