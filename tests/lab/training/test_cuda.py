@@ -11,7 +11,7 @@ from test_resume import same_end
 from modenorm.lab.data.loader import PADDING, DeviceImages, Loader, SampleStream
 from modenorm.lab.models import generators
 from modenorm.lab.training import Run, Training, train, train_many
-from modenorm.lab.training.runner import SharedData
+from modenorm.lab.training.sources import SharedData
 from modenorm.lab.training.step import Lane, capture
 
 pytestmark = pytest.mark.gpu

@@ -20,7 +20,8 @@ from modenorm.lab.data import DataSet, ImageSet
 from modenorm.lab.training import TrainConfig, Training, train_many
 from modenorm.lab.training.checkpoint import build_model
 from modenorm.lab.training.evaluate import count_errors
-from modenorm.lab.training.runner import SharedData, choose_device
+from modenorm.lab.training.runner import choose_device
+from modenorm.lab.training.sources import SharedData
 from modenorm.lab.training.trainer import CHUNK
 from modenorm.lab.training.usage import ModeUsage
 from modenorm.modes import record_gates

@@ -7,13 +7,11 @@ Started by torchrun, all ranks train one configuration together, then the next.
 """
 
 import contextlib
-import hashlib
 import itertools
 import os
 import signal
 import threading
 import time
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,16 +20,13 @@ from typing import Any
 
 import torch
 
-from modenorm.lab.data import DataSet, FolderIndex, index_folder, load
-from modenorm.lab.data.folder import folder_name, folder_path
-from modenorm.lab.data.loader import PADDING, DeviceImages
-from modenorm.lab.data.streaming import IMAGENET, StreamedImages
-from modenorm.lab.training.checkpoint import About
+from modenorm.lab.data import DataSet
 from modenorm.lab.training.config import TrainConfig
 from modenorm.lab.training.ranks import Ranks, joined
 from modenorm.lab.training.runs import Run, State, sort_by_state
+from modenorm.lab.training.sources import SharedData
 from modenorm.lab.training.step import Lane, Turns
-from modenorm.lab.training.trainer import Diverged, Listener, Training, TrainingData
+from modenorm.lab.training.trainer import Diverged, Listener, Training
 
 IDLE_SECONDS = 50e-6
 
@@ -43,119 +38,6 @@ class Outcome:
     run: Run
     result: dict[str, Any] | None = None
     failure: str | None = None
-
-
-class SharedData:
-    """Data sets on a device, each loaded once; streamed ones are only listed.
-
-    Args:
-        device: Where they go.
-        root: Folder with the published files.
-        given: Data sets by name that need not be loaded.
-        workers: Processes that decode what is streamed; as many as there are cores when None.
-        ranks: Those who must have the same data.
-    """
-
-    def __init__(
-        self,
-        device: torch.device,
-        root: Path | None,
-        given: Mapping[str, DataSet] | None = None,
-        workers: int | None = None,
-        ranks: Ranks | None = None,
-    ) -> None:
-        self._device, self._root, self._given = device, root, given or {}
-        self._ranks = ranks or Ranks()
-        self._workers = _cores_per_rank() if workers is None else workers
-        self._sets: dict[tuple[str, int | None], DataSet] = {}
-        self._placed: dict[tuple[object, ...], TrainingData] = {}
-
-    def get(self, config: TrainConfig) -> TrainingData:
-        """The data of a training, in the form its loader needs.
-
-        Raises:
-            ValueError: They are missing or wrong on a rank, or not the same on all of them; raised
-                on every rank.
-        """
-        names = ("dataset", "image_size", "augment", "crop", "stream", "channels_last")
-        key = tuple(getattr(config, name) for name in names)
-        if key not in self._placed:
-            listed = self._stream if config.stream else self._load
-            self._placed[key] = listed(config)
-        return self._placed[key]
-
-    def _stream(self, config: TrainConfig) -> TrainingData:
-        folder, size = folder_path(config.dataset), config.image_size
-        assert folder is not None
-        assert size is not None  # TrainConfig sees to both
-        index = self._ranks.each(lambda: index_folder(folder))
-        self._ranks.compare("the data", _describe_folder(index, folder))
-        train, test = (
-            StreamedImages(
-                listing,
-                size,
-                self._device,
-                channels_last=config.channels_last,
-                workers=self._workers,
-            )
-            for listing in (index.train, index.test)
-        )
-        about = About(index.classes, (folder_name(config.dataset),), *IMAGENET)
-        return TrainingData(train, test, about)
-
-    def _load(self, config: TrainConfig) -> TrainingData:
-        key = (config.dataset, config.image_size)
-        if config.dataset in self._given:
-            data = self._given[config.dataset]
-        elif key in self._sets:
-            data = self._sets[key]
-        else:
-            data = self._ranks.each(
-                lambda: load(config.dataset, self._root, size=config.image_size)
-            )
-            self._sets[key] = data
-        if self._ranks.size > 1:
-            self._ranks.compare("the data", _describe_images(data))
-        return self._place(data, config)
-
-    def _place(self, data: DataSet, config: TrainConfig) -> TrainingData:
-        padding = PADDING if config.augment and config.crop == "padded" else 0
-        layout = config.channels_last
-        train = DeviceImages(data.train, self._device, padding=padding, channels_last=layout)
-        test = DeviceImages(data.test, self._device, scaling=train.scaling, channels_last=layout)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # other streams are going to read it
-        about = About(data.train.classes, data.train.domain_names, *train.scaling)
-        return TrainingData(train, test, about)
-
-
-def _cores_per_rank() -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, (cores or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-
-
-def _describe_folder(index: FolderIndex, folder: Path) -> str:
-    """Count and hash the names of files; the folder may lie elsewhere on every rank."""
-    digest = hashlib.sha256(repr(index.classes).encode())
-    for path in index.paths:
-        digest.update(f"{path.relative_to(folder)}\n".encode())
-    return _description(len(index.train.paths), len(index.test.paths), index.classes, digest)
-
-
-def _describe_images(data: DataSet) -> str:
-    digest = hashlib.sha256(repr(data.train.classes).encode())
-    for part in (data.train, data.test):
-        for tensor in (part.images, part.labels, part.domains):
-            pixels = tensor.contiguous().view(-1).numpy().view("uint8")
-            digest.update(str(zlib.crc32(pixels.data)).encode())
-    return _description(len(data.train), len(data.test), data.train.classes, digest)
-
-
-def _description(train: int, test: int, classes: Sequence[str], digest: Any) -> str:
-    return (
-        f"{train} training and {test} test images of {len(classes)} classes "
-        f"(sum {digest.hexdigest()[:8]})"
-    )
 
 
 def train(config: TrainConfig, runs_dir: Path, **options: Any) -> dict[str, Any]:

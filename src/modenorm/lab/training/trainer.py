@@ -13,27 +13,17 @@ import math
 import threading
 import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from modenorm import ModeSparsity
-from modenorm.lab.data.loader import (
-    Batches,
-    DeviceImages,
-    Images,
-    Loader,
-    SampleStream,
-    derive_seed,
-)
-from modenorm.lab.data.streaming import StreamedImages, StreamLoader
+from modenorm.lab.data.loader import derive_seed
 from modenorm.lab.models import generator_states, generators, load_generator_states
 from modenorm.lab.provenance import provenance
 from modenorm.lab.training.checkpoint import (
-    About,
     Checkpoint,
     CheckpointError,
     Position,
@@ -43,12 +33,13 @@ from modenorm.lab.training.checkpoint import (
 )
 from modenorm.lab.training.closing import PRUNING_SAMPLES, close, pruned
 from modenorm.lab.training.evaluate import count_errors, errors
+from modenorm.lab.training.events import Events
 from modenorm.lab.training.ranks import Ranks
 from modenorm.lab.training.runs import Run
 from modenorm.lab.training.schedule import PENALTY_EVERY, Schedule
+from modenorm.lab.training.sources import TrainingData, batches_for
 from modenorm.lab.training.step import Lane, Step, Turns, capture, compiled
 from modenorm.lab.training.usage import ModeUsage
-from modenorm.lab.training.usage import scalars as mode_scalars
 
 CHUNK = {"cuda": 256, "cpu": 16}
 """Steps prepared at once; the loss is looked at after each chunk."""
@@ -64,45 +55,11 @@ class Diverged(RuntimeError):
     """A training whose loss or weights are no longer finite."""
 
 
-@dataclass(frozen=True)
-class TrainingData:
-    """A data set, on the device or streamed, shared by the trainings that use it."""
-
-    train: Images
-    test: Images
-    about: About
-
-
 class Listener(Protocol):
     """Whoever wants to know how trainings are getting on."""
 
     def __call__(self, training: "Training") -> None:
         """Look at a training between two of its turns."""
-
-
-class Events:
-    """TensorBoard events of the evaluations, over samples seen."""
-
-    def __init__(self, path: Path, step: int) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise ValueError(
-                "--tensorboard needs the package tensorboard: pip install tensorboard"
-            ) from None
-        self._writer = SummaryWriter(str(path / "tensorboard"), purge_step=step)
-
-    def write(self, record: dict[str, Any]) -> None:
-        """Write the numbers of one record of metrics."""
-        scalars = {name: record[name] for name in ("lr", "train_loss", "test_error", "top5_error")}
-        scalars |= {f"domain_error/{name}": e for name, e in record["domain_errors"].items()}
-        scalars |= mode_scalars(record["modes"])
-        for name, value in scalars.items():
-            self._writer.add_scalar(name, value, record["samples"])
-
-    def close(self) -> None:
-        """Write what is left."""
-        self._writer.close()
 
 
 class Training:
@@ -162,7 +119,7 @@ class Training:
             sparsity = ModeSparsity(self.model, PENALTY_EVERY * config.sparsity)
         self._step = Step(
             self.model,
-            self._loader(),
+            batches_for(config, data, self.schedule.total, self._chunk, ranks.share(config.batch)),
             lane.device,
             momentum=config.momentum,
             weight_decay=config.weight_decay,
@@ -174,21 +131,6 @@ class Training:
         self._tensorboard = tensorboard
         self._events: Events | None = None
         self._began = self._saved_at = time.monotonic()
-
-    def _loader(self) -> Batches:
-        config, data = self.run.config, self.data.train
-        stream = SampleStream(
-            len(data),
-            config.batch,
-            config.seed,
-            augment=config.augment,
-            resized=data.size if config.crop == "resized" else None,
-        )
-        part = self.ranks.share(config.batch)
-        if isinstance(data, StreamedImages):
-            return StreamLoader(data, stream, self.schedule.total, part)
-        assert isinstance(data, DeviceImages)
-        return Loader(data, stream, self._chunk, part)
 
     @property
     def seconds(self) -> float:
