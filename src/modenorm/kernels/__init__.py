@@ -1,7 +1,7 @@
 """Which path runs: the one place that decides.
 
-"fused" streams the tensor through hand-written passes (kernels/gpu.py in Triton, kernels/cpu.py),
-"eager" uses plain differentiable operators (kernels/plain.py), "reference" the paper's sums.
+"fused" streams the tensor through hand-written passes (kernels/gpu.py in Triton, kernels/compiled.py
+in C, kernels/cpu.py in torch operators), "eager" uses plain differentiable operators (kernels/plain.py), "reference" the paper's sums.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from modenorm.kernels.layout import interpreting
+from modenorm.kernels.native import native, threads
 
-__all__ = ["choose_backend", "runs_triton", "use_backend"]
+__all__ = ["choose_backend", "cpu_kernels", "runs_compiled", "runs_triton", "use_backend"]
 
 BACKENDS = ("auto", "reference", "eager", "fused")
 _forced = "auto"
@@ -79,6 +80,27 @@ def runs_triton(x: Tensor) -> bool:
     if x.dtype == torch.float64 or (x.device.type != "cuda" and not interpreting()):
         return False
     return _triton_works(x.get_device())
+
+
+def runs_compiled(x: Tensor) -> bool:
+    """Whether the passes in C take this tensor: float32 on a CPU, where they could be compiled."""
+    if x.dtype != torch.float32 or x.device.type != "cpu" or x.numel() == 0:
+        return False
+    found = native()
+    return found.library is not None and (found.shares or threads() == 1)
+
+
+def cpu_kernels() -> str:
+    """What normalises float32 tensors on this CPU, in words: for bug reports and the curious.
+
+    Example:
+        >>> cpu_kernels().partition(":")[0] in ("compiled", "torch operators")
+        True
+    """
+    found = native()
+    if runs_compiled(torch.ones(1)):
+        return f"compiled: {found.about}"
+    return f"torch operators: {'one thread only' if found.library else found.about}"
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modenorm.kernels import cpu, layout, runs_triton
+from modenorm.kernels import compiled, cpu, layout, runs_compiled, runs_triton
 
 __all__ = ["affine", "moments"]
 
@@ -109,7 +109,7 @@ def _passes(x: Tensor) -> ModuleType:
         from modenorm.kernels import gpu
 
         return gpu
-    return cpu
+    return compiled if runs_compiled(x) else cpu
 
 
 def _along(values: Tensor, x: Tensor) -> Tensor:

@@ -1,0 +1,386 @@
+/* The four streaming passes on a CPU, float32: the same functions as kernels/cpu.py.
+
+   Letters: N samples, C channels, L positions. Channels first, a tensor is N·C rows of L numbers.
+   Channels last, a sample is L rows of C numbers side by side; several positions are taken as one
+   wider row, so that loops are long and columns of the same channel are sums of their own.
+   Every sum has one order that depends on the sizes alone: the number of threads changes nothing.
+   Blocks that stay in cache are summed in float32, blocks among each other in float64. */
+
+typedef __INT64_TYPE__ i64;
+
+#if defined(__AVX512F__)
+#define LANES 16
+#elif defined(__AVX__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef float loose __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+enum {
+    BLOCK = 2048,        /* numbers of a row that are summed together: 8 KiB */
+    WIDE = 512,          /* columns of a widened row, channels last */
+    TALL = 16,           /* widened rows that are summed together: 32 KiB */
+    GRAIN = 32768,       /* numbers that are worth handing to a thread */
+};
+
+#define EXPORT __attribute__((visibility("default")))
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE i64 least(i64 a, i64 b) { return a < b ? a : b; }
+INLINE i64 most(i64 a, i64 b) { return a > b ? a : b; }
+
+/* ---- Threads: torch's own, by the function that its OpenMP runtime starts a team with ---- */
+
+typedef void (*StartTeam)(void (*work)(void *), void *data, unsigned threads, unsigned flags);
+typedef void (*Task)(const void *call, i64 index);
+typedef struct {
+    Task task;
+    const void *call;
+    i64 count, step, next;
+} Loop;
+
+static StartTeam start_team;
+
+EXPORT void set_team(StartTeam start) { start_team = start; }
+
+static void work(void *data)
+{
+    Loop *loop = data;
+    for (;;) {
+        i64 first = __atomic_fetch_add(&loop->next, loop->step, __ATOMIC_RELAXED);
+        if (first >= loop->count)
+            return;
+        i64 last = least(first + loop->step, loop->count);
+        for (i64 i = first; i < last; i++)
+            loop->task(loop->call, i);
+    }
+}
+
+/* Calls task for every index below count, each of which takes about `size` numbers. */
+static void each(Task task, const void *call, i64 count, i64 size, int threads)
+{
+    Loop loop = {task, call, count, most(1, GRAIN / most(1, size)), 0};
+    if (threads > 1 && start_team && count > loop.step)
+        start_team(work, &loop, (unsigned)threads, 0);
+    else
+        work(&loop);
+}
+
+/* ---- Sums over a block ---- */
+
+INLINE vec load(const float *x) { return *(const loose *)x; }
+INLINE vec all(float value) { return (vec){0} + value; }
+
+INLINE float lanes(vec v)
+{
+    float part[LANES];
+    __builtin_memcpy(part, &v, sizeof v);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; i++)
+            part[i] += part[i + width];
+    return part[0];
+}
+
+INLINE float sum(const float *x, i64 size)
+{
+    vec a = all(0), b = a, c = a, d = a;
+    float rest = 0;
+    i64 i = 0;
+    for (; i + 4 * LANES <= size; i += 4 * LANES) {
+        a += load(x + i);
+        b += load(x + i + LANES);
+        c += load(x + i + 2 * LANES);
+        d += load(x + i + 3 * LANES);
+    }
+    for (; i + LANES <= size; i += LANES)
+        a += load(x + i);
+    for (; i < size; i++)
+        rest += x[i];
+    return lanes((a + b) + (c + d)) + rest;
+}
+
+/* Σ (x − centre) and Σ weight · (x − centre); for weight NULL, Σ (x − centre)². */
+INLINE void sums(const float *weight, const float *x, i64 size, float centre, float *first, float *second)
+{
+    vec a = all(0), b = a, c = a, d = a, middle = all(centre);
+    float one = 0, two = 0;
+    i64 i = 0;
+    for (; i + 2 * LANES <= size; i += 2 * LANES) {
+        vec p = load(x + i) - middle, q = load(x + i + LANES) - middle;
+        vec v = weight ? load(weight + i) : p, w = weight ? load(weight + i + LANES) : q;
+        a += v;
+        b += w;
+        c += v * p;
+        d += w * q;
+    }
+    for (; i + LANES <= size; i += LANES) {
+        vec p = load(x + i) - middle, v = weight ? load(weight + i) : p;
+        a += v;
+        c += v * p;
+    }
+    for (; i < size; i++) {
+        float p = x[i] - centre, v = weight ? weight[i] : p;
+        one += v;
+        two += v * p;
+    }
+    *first = lanes(a + b) + one;
+    *second = lanes(c + d) + two;
+}
+
+/* ---- Mean and sum of squares of a set that grows: Chan's rule ---- */
+
+INLINE void grow(double *mean, double *square, double count, double size, double m, double s)
+{
+    double share = size / (count + size), apart = m - *mean;
+    *mean += apart * share;
+    *square += s + apart * apart * count * share;
+}
+
+/* ---- One call of a pass ---- */
+
+typedef struct {
+    const float *x, *dy, *centre, *scale, *slope, *offset;
+    float *first, *second; /* what the pass writes */
+    i64 samples, channels, positions;
+    i64 tile, tiles;     /* channels last: columns of a tile, tiles of a sample */
+    i64 piece, pieces;   /* channels last: positions of a piece, pieces of a sample */
+} Call;
+
+/* ---- Channels first: one row ---- */
+
+static void row_moments(const void *data, i64 row)
+{
+    const Call *call = data;
+    const float *x = call->x + row * call->positions;
+    double mean = 0, square = 0;
+    for (i64 start = 0; start < call->positions; start += BLOCK) {
+        i64 size = least(BLOCK, call->positions - start);
+        float middle = sum(x + start, size) / (float)size, one = 0, two = 0;
+        if (call->second)
+            sums(0, x + start, size, middle, &one, &two);
+        double rest = (double)one / (double)size;
+        grow(&mean, &square, (double)start, (double)size, middle + rest, two - one * rest);
+    }
+    call->first[row] = (float)mean;
+    if (call->second)
+        call->second[row] = (float)(square / (double)call->positions);
+}
+
+static void row_apply(const void *data, i64 row)
+{
+    const Call *call = data;
+    const float *restrict x = call->x + row * call->positions;
+    float *restrict y = call->first + row * call->positions;
+    float centre = call->centre[row], scale = call->scale[row], offset = call->offset[row];
+    for (i64 i = 0; i < call->positions; i++)
+        y[i] = (x[i] - centre) * scale + offset;
+}
+
+static void row_reduce(const void *data, i64 row)
+{
+    const Call *call = data;
+    i64 begin = row * call->positions, end = begin + call->positions;
+    double total = 0, product = 0;
+    for (i64 start = begin; start < end; start += BLOCK) {
+        float one, two;
+        sums(call->dy + start, call->x + start, least(BLOCK, end - start), call->centre[row], &one, &two);
+        total += one;
+        product += two;
+    }
+    call->first[row] = (float)total;
+    call->second[row] = (float)product;
+}
+
+static void row_apply_backward(const void *data, i64 row)
+{
+    const Call *call = data;
+    const float *restrict x = call->x + row * call->positions;
+    const float *restrict dy = call->dy + row * call->positions;
+    float *restrict dx = call->first + row * call->positions;
+    float centre = call->centre[row], scale = call->scale[row];
+    float slope = call->slope[row], offset = call->offset[row];
+    for (i64 i = 0; i < call->positions; i++)
+        dx[i] = scale * dy[i] + (slope * (x[i] - centre) + offset);
+}
+
+/* ---- Channels last: a tile of a sample's channels ---- */
+
+/* `copies` positions make a widened row of `width` columns, `pitch` numbers after the last one;
+   `full` such rows, and `rest` columns of one more. */
+typedef struct {
+    i64 start, channels, at, copies, width, pitch, full, rest;
+} Tile;
+
+INLINE Tile tile_of(const Call *call, i64 sample, i64 tile, i64 position, i64 positions)
+{
+    Tile t;
+    i64 first = tile * call->tile;
+    t.channels = least(call->tile, call->channels - first);
+    t.copies = t.channels == call->channels ? most(1, least(WIDE / t.channels, positions)) : 1;
+    t.width = t.copies * t.channels;
+    t.pitch = t.copies * call->channels;
+    t.full = positions / t.copies;
+    t.rest = positions % t.copies * t.channels;
+    t.start = (sample * call->positions + position) * call->channels + first;
+    t.at = sample * call->channels + first;
+    return t;
+}
+
+INLINE void block_moments(const float *x, i64 pitch, i64 rows, i64 width, i64 count, double *mean, double *square)
+{
+    float middle[WIDE] = {0}, one[WIDE] = {0}, two[WIDE] = {0};
+    for (i64 r = 0; r < rows; r++)
+        for (i64 j = 0; j < width; j++)
+            middle[j] += x[r * pitch + j];
+    for (i64 j = 0; j < width; j++)
+        middle[j] /= (float)rows;
+    for (i64 r = 0; square && r < rows; r++)
+        for (i64 j = 0; j < width; j++) {
+            float d = x[r * pitch + j] - middle[j];
+            one[j] += d;
+            two[j] += d * d;
+        }
+    double unused = 0;
+    for (i64 j = 0; j < width; j++) {
+        double rest = one[j] / (double)rows;
+        grow(mean + j, square ? square + j : &unused, (double)count, (double)rows, middle[j] + rest, two[j] - one[j] * rest);
+    }
+}
+
+static void tile_moments(const void *data, i64 index)
+{
+    const Call *call = data;
+    Tile t = tile_of(call, index / call->tiles, index % call->tiles, 0, call->positions);
+    double mean[WIDE] = {0}, square[WIDE] = {0};
+    double *squares = call->second ? square : 0;
+    const float *x = call->x + t.start;
+    for (i64 row = 0; row < t.full; row += TALL)
+        block_moments(x + row * t.pitch, t.pitch, least(TALL, t.full - row), t.width, row, mean, squares);
+    if (t.rest)
+        block_moments(x + t.full * t.pitch, t.pitch, 1, t.rest, t.full, mean, squares);
+    for (i64 c = 0; c < t.channels; c++) {
+        double m = 0, s = 0, count = 0;
+        for (i64 j = c; j < t.width; j += t.channels) {
+            double size = (double)(t.full + (j < t.rest));
+            grow(&m, &s, count, size, mean[j], square[j]);
+            count += size;
+        }
+        call->first[t.at + c] = (float)m;
+        if (call->second)
+            call->second[t.at + c] = (float)(s / (double)call->positions);
+    }
+}
+
+INLINE void widen(float *restrict to, const float *from, Tile t)
+{
+    for (i64 j = 0; j < t.width; j += t.channels)
+        __builtin_memcpy(to + j, from + t.at, (unsigned long)t.channels * sizeof(float));
+}
+
+INLINE void block_reduce(const float *dy, const float *x, const float *centre, i64 pitch, i64 rows, i64 width, double *total, double *product)
+{
+    float one[WIDE] = {0}, two[WIDE] = {0};
+    for (i64 r = 0; r < rows; r++)
+        for (i64 j = 0; j < width; j++) {
+            float d = dy[r * pitch + j];
+            one[j] += d;
+            two[j] += d * (x[r * pitch + j] - centre[j]);
+        }
+    for (i64 j = 0; j < width; j++) {
+        total[j] += one[j];
+        product[j] += two[j];
+    }
+}
+
+static void tile_reduce(const void *data, i64 index)
+{
+    const Call *call = data;
+    Tile t = tile_of(call, index / call->tiles, index % call->tiles, 0, call->positions);
+    double total[WIDE] = {0}, product[WIDE] = {0};
+    float centre[WIDE];
+    widen(centre, call->centre, t);
+    const float *x = call->x + t.start, *dy = call->dy + t.start;
+    for (i64 row = 0; row < t.full; row += TALL)
+        block_reduce(dy + row * t.pitch, x + row * t.pitch, centre, t.pitch, least(TALL, t.full - row), t.width, total, product);
+    if (t.rest)
+        block_reduce(dy + t.full * t.pitch, x + t.full * t.pitch, centre, t.pitch, 1, t.rest, total, product);
+    for (i64 c = 0; c < t.channels; c++) {
+        double one = 0, two = 0;
+        for (i64 j = c; j < t.width; j += t.channels) {
+            one += total[j];
+            two += product[j];
+        }
+        call->first[t.at + c] = (float)one;
+        call->second[t.at + c] = (float)two;
+    }
+}
+
+/* The two maps: a piece of a tile's positions. dy is NULL in the forward one. */
+INLINE void tile_map(const Call *call, i64 index, const float *dy)
+{
+    i64 tile = index % call->tiles, piece = index / call->tiles % call->pieces, first = piece * call->piece;
+    i64 size = least(call->piece, call->positions - first);
+    Tile t = tile_of(call, index / call->tiles / call->pieces, tile, first, size);
+    float centre[WIDE], slope[WIDE], offset[WIDE], scale[WIDE];
+    widen(centre, call->centre, t);
+    widen(offset, call->offset, t);
+    widen(slope, dy ? call->slope : call->scale, t);
+    if (dy)
+        widen(scale, call->scale, t);
+    for (i64 row = 0; row <= t.full; row++) {
+        i64 width = row < t.full ? t.width : t.rest;
+        const float *restrict x = call->x + t.start + row * t.pitch;
+        const float *restrict upstream = dy + t.start + row * t.pitch;
+        float *restrict out = call->first + t.start + row * t.pitch;
+        for (i64 j = 0; j < width; j++) {
+            float value = (x[j] - centre[j]) * slope[j] + offset[j];
+            out[j] = dy ? scale[j] * upstream[j] + value : value;
+        }
+    }
+}
+
+static void tile_apply(const void *data, i64 index) { tile_map(data, index, 0); }
+static void tile_apply_backward(const void *data, i64 index) { tile_map(data, index, ((const Call *)data)->dy); }
+
+/* ---- What Python calls ---- */
+
+static void run(Task row, Task tile, Call *call, int reduces, int last, int threads)
+{
+    i64 samples = call->samples, channels = call->channels, positions = call->positions;
+    if (!last) {
+        each(row, call, samples * channels, positions, threads);
+        return;
+    }
+    /* few samples: narrow tiles or short pieces, so that there is something to share */
+    call->tile = least(channels, reduces && samples < 16 ? LANES : WIDE);
+    call->tiles = (channels + call->tile - 1) / call->tile;
+    call->piece = reduces ? positions : most(1, 2 * GRAIN / most(1, channels));
+    call->pieces = (positions + call->piece - 1) / call->piece;
+    each(tile, call, samples * call->tiles * call->pieces, call->tile * least(positions, call->piece), threads);
+}
+
+EXPORT void moments(const float *x, float *mean, float *var, i64 samples, i64 channels, i64 positions, int last, int threads)
+{
+    Call call = {.x = x, .first = mean, .second = var, .samples = samples, .channels = channels, .positions = positions};
+    run(row_moments, tile_moments, &call, 1, last, threads);
+}
+
+EXPORT void apply(const float *x, const float *centre, const float *scale, const float *shift, float *y, i64 samples, i64 channels, i64 positions, int last, int threads)
+{
+    Call call = {.x = x, .centre = centre, .scale = scale, .offset = shift, .first = y, .samples = samples, .channels = channels, .positions = positions};
+    run(row_apply, tile_apply, &call, 0, last, threads);
+}
+
+EXPORT void reduce_backward(const float *dy, const float *x, const float *centre, float *total, float *product, i64 samples, i64 channels, i64 positions, int last, int threads)
+{
+    Call call = {.x = x, .dy = dy, .centre = centre, .first = total, .second = product, .samples = samples, .channels = channels, .positions = positions};
+    run(row_reduce, tile_reduce, &call, 1, last, threads);
+}
+
+EXPORT void apply_backward(const float *dy, const float *x, const float *centre, const float *scale, const float *slope, const float *offset, float *dx, i64 samples, i64 channels, i64 positions, int last, int threads)
+{
+    Call call = {.x = x, .dy = dy, .centre = centre, .scale = scale, .slope = slope, .offset = offset, .first = dx, .samples = samples, .channels = channels, .positions = positions};
+    run(row_apply_backward, tile_apply_backward, &call, 0, last, threads);
+}
