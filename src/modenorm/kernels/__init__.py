@@ -1,7 +1,8 @@
 """Which path runs: the one place that decides.
 
-"fused" streams the tensor through hand-written passes (kernels/gpu.py in Triton, kernels/compiled.py
-in C, kernels/cpu.py in torch operators), "eager" uses plain differentiable operators (kernels/plain.py), "reference" the paper's sums.
+"fused" streams the tensor through hand-written passes (kernels/gpu.py in Triton, compiled.py in C,
+cpu.py in torch operators), "eager" uses plain differentiable operators (kernels/plain.py),
+"reference" the paper's sums.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from modenorm.kernels.layout import interpreting
-from modenorm.kernels.native import native, threads
+from modenorm.kernels.native import library
 
 __all__ = ["choose_backend", "cpu_kernels", "runs_compiled", "runs_triton", "use_backend"]
 
@@ -86,8 +87,8 @@ def runs_compiled(x: Tensor) -> bool:
     """Whether the passes in C take this tensor: float32 on a CPU, where they could be compiled."""
     if x.dtype != torch.float32 or x.device.type != "cpu" or x.numel() == 0:
         return False
-    found = native()
-    return found.library is not None and (found.shares or threads() == 1)
+    found = library()
+    return found.library is not None and (found.shares or torch.get_num_threads() == 1)
 
 
 def cpu_kernels() -> str:
@@ -97,7 +98,7 @@ def cpu_kernels() -> str:
         >>> cpu_kernels().partition(":")[0] in ("compiled", "torch operators")
         True
     """
-    found = native()
+    found = library()
     if runs_compiled(torch.ones(1)):
         return f"compiled: {found.about}"
     return f"torch operators: {'one thread only' if found.library else found.about}"

@@ -1,20 +1,16 @@
-"""The four streaming passes on the CPU in C, float32. Same four functions as kernels/cpu.py."""
+"""The four streaming passes in C (cpu_passes.c), float32. Same functions as kernels/cpu.py."""
 
 from __future__ import annotations
 
-from ctypes import c_int, c_int64, c_void_p
-from functools import cache
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from modenorm.kernels.layout import Planes, as_planes, planes_like
-from modenorm.kernels.native import native, threads
+from modenorm.kernels.native import call
 
 __all__ = ["apply", "apply_backward", "moments", "reduce_backward"]
-
-ARRAYS = {"moments": 3, "apply": 5, "reduce_backward": 5, "apply_backward": 7}
 
 
 def moments(x: Tensor, with_var: bool = True) -> tuple[Tensor, Tensor | None]:
@@ -22,7 +18,7 @@ def moments(x: Tensor, with_var: bool = True) -> tuple[Tensor, Tensor | None]:
     planes = as_planes(x)
     mean = x.new_empty(x.shape[:2])
     var = torch.empty_like(mean) if with_var else None
-    _call("moments", planes, (planes.view,), mean, var)
+    _call("moments", planes, (planes.view,), (mean, var))
     return mean, var
 
 
@@ -30,7 +26,7 @@ def apply(x: Tensor, centre: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """Y = (x − centre) · scale + shift. Reads x, writes y."""
     planes = as_planes(x)
     y = torch.empty_like(x)
-    _call("apply", planes, (planes.view, centre, scale, shift), y)
+    _call("apply", planes, (planes.view, centre, scale, shift), (y,))
     return y
 
 
@@ -40,7 +36,7 @@ def reduce_backward(dy: Tensor, x: Tensor, centre: Tensor) -> tuple[Tensor, Tens
     upstream = planes_like(dy, planes).view
     total = x.new_empty(x.shape[:2])
     product = torch.empty_like(total)
-    _call("reduce_backward", planes, (upstream, planes.view, centre), total, product)
+    _call("reduce_backward", planes, (upstream, planes.view, centre), (total, product))
     return total, product
 
 
@@ -51,28 +47,15 @@ def apply_backward(
     planes = as_planes(x)
     upstream = planes_like(dy, planes).view
     dx = torch.empty_like(x)
-    _call("apply_backward", planes, (upstream, planes.view, centre, scale, slope, offset), dx)
+    _call("apply_backward", planes, (upstream, planes.view, centre, scale, slope, offset), (dx,))
     return dx
 
 
-def _call(name: str, planes: Planes, inputs: tuple[Tensor, ...], *outputs: Tensor | None) -> None:
-    """Run a pass. Outputs are new, and lie as x does."""
+def _call(
+    name: str, planes: Planes, inputs: Sequence[Tensor], outputs: Sequence[Tensor | None]
+) -> None:
+    """Run a pass. Outputs lie as x does."""
     num_samples, *sizes = planes.view.shape
-    num_channels, num_positions = sizes if planes.axis == 2 else reversed(sizes)
-    inputs = tuple(map(dense, inputs))  # held until the pass has run
-    addresses = (None if array is None else array.data_ptr() for array in (*inputs, *outputs))
     last = planes.axis == 1
-    _function(name)(*addresses, num_samples, num_channels, num_positions, last, threads())
-
-
-def dense(array: Tensor) -> Tensor:
-    """The array as C sees it: numbers that lie in order."""
-    return array.resolve_neg().contiguous()
-
-
-@cache
-def _function(name: str) -> Any:
-    function = getattr(native().library, name)
-    function.argtypes = [*[c_void_p] * ARRAYS[name], *[c_int64] * 3, c_int, c_int]
-    function.restype = None
-    return function
+    num_positions, num_channels = sizes if last else reversed(sizes)
+    call(name, inputs, outputs, num_samples, num_channels, num_positions, int(last))

@@ -6,128 +6,14 @@
    Every sum has one order that depends on the sizes alone: the number of threads changes nothing.
    Blocks that stay in cache are summed in float32, blocks among each other in float64. */
 
-typedef __INT64_TYPE__ i64;
-
-#if defined(__AVX512F__)
-#define LANES 16
-#elif defined(__AVX__)
-#define LANES 8
-#else
-#define LANES 4
-#endif
-typedef float vec __attribute__((vector_size(4 * LANES)));
-typedef float loose __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+#include "cpu_common.h"
 
 enum {
-    BLOCK = 2048,        /* numbers of a row that are summed together: 8 KiB */
-    WIDE = 512,          /* columns of a widened row, channels last */
-    TALL = 16,           /* widened rows that are summed together: 32 KiB */
-    GRAIN = 32768,       /* numbers that are worth handing to a thread */
+    BLOCK = 2048,  /* numbers of a row that are summed together: 8 KiB */
+    WIDE = 512,    /* columns of a widened row, channels last */
+    TALL = 16,     /* widened rows that are summed together: 32 KiB; more if they are narrow */
+    PIECE = 65536, /* numbers of a sample that are mapped together, channels last */
 };
-
-#define EXPORT __attribute__((visibility("default")))
-#define INLINE static inline __attribute__((always_inline))
-
-INLINE i64 least(i64 a, i64 b) { return a < b ? a : b; }
-INLINE i64 most(i64 a, i64 b) { return a > b ? a : b; }
-
-/* ---- Threads: torch's own, by the function that its OpenMP runtime starts a team with ---- */
-
-typedef void (*StartTeam)(void (*work)(void *), void *data, unsigned threads, unsigned flags);
-typedef void (*Task)(const void *call, i64 index);
-typedef struct {
-    Task task;
-    const void *call;
-    i64 count, step, next;
-} Loop;
-
-static StartTeam start_team;
-
-EXPORT void set_team(StartTeam start) { start_team = start; }
-
-static void work(void *data)
-{
-    Loop *loop = data;
-    for (;;) {
-        i64 first = __atomic_fetch_add(&loop->next, loop->step, __ATOMIC_RELAXED);
-        if (first >= loop->count)
-            return;
-        i64 last = least(first + loop->step, loop->count);
-        for (i64 i = first; i < last; i++)
-            loop->task(loop->call, i);
-    }
-}
-
-/* Calls task for every index below count, each of which takes about `size` numbers. */
-static void each(Task task, const void *call, i64 count, i64 size, int threads)
-{
-    Loop loop = {task, call, count, most(1, GRAIN / most(1, size)), 0};
-    if (threads > 1 && start_team && count > loop.step)
-        start_team(work, &loop, (unsigned)threads, 0);
-    else
-        work(&loop);
-}
-
-/* ---- Sums over a block ---- */
-
-INLINE vec load(const float *x) { return *(const loose *)x; }
-INLINE vec all(float value) { return (vec){0} + value; }
-
-INLINE float lanes(vec v)
-{
-    float part[LANES];
-    __builtin_memcpy(part, &v, sizeof v);
-    for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; i++)
-            part[i] += part[i + width];
-    return part[0];
-}
-
-INLINE float sum(const float *x, i64 size)
-{
-    vec a = all(0), b = a, c = a, d = a;
-    float rest = 0;
-    i64 i = 0;
-    for (; i + 4 * LANES <= size; i += 4 * LANES) {
-        a += load(x + i);
-        b += load(x + i + LANES);
-        c += load(x + i + 2 * LANES);
-        d += load(x + i + 3 * LANES);
-    }
-    for (; i + LANES <= size; i += LANES)
-        a += load(x + i);
-    for (; i < size; i++)
-        rest += x[i];
-    return lanes((a + b) + (c + d)) + rest;
-}
-
-/* Σ (x − centre) and Σ weight · (x − centre); for weight NULL, Σ (x − centre)². */
-INLINE void sums(const float *weight, const float *x, i64 size, float centre, float *first, float *second)
-{
-    vec a = all(0), b = a, c = a, d = a, middle = all(centre);
-    float one = 0, two = 0;
-    i64 i = 0;
-    for (; i + 2 * LANES <= size; i += 2 * LANES) {
-        vec p = load(x + i) - middle, q = load(x + i + LANES) - middle;
-        vec v = weight ? load(weight + i) : p, w = weight ? load(weight + i + LANES) : q;
-        a += v;
-        b += w;
-        c += v * p;
-        d += w * q;
-    }
-    for (; i + LANES <= size; i += LANES) {
-        vec p = load(x + i) - middle, v = weight ? load(weight + i) : p;
-        a += v;
-        c += v * p;
-    }
-    for (; i < size; i++) {
-        float p = x[i] - centre, v = weight ? weight[i] : p;
-        one += v;
-        two += v * p;
-    }
-    *first = lanes(a + b) + one;
-    *second = lanes(c + d) + two;
-}
 
 /* ---- Mean and sum of squares of a set that grows: Chan's rule ---- */
 
@@ -184,8 +70,9 @@ static void row_reduce(const void *data, i64 row)
     i64 begin = row * call->positions, end = begin + call->positions;
     double total = 0, product = 0;
     for (i64 start = begin; start < end; start += BLOCK) {
+        i64 size = least(BLOCK, end - start);
         float one, two;
-        sums(call->dy + start, call->x + start, least(BLOCK, end - start), call->centre[row], &one, &two);
+        sums(call->dy + start, call->x + start, size, call->centre[row], &one, &two);
         total += one;
         product += two;
     }
@@ -208,9 +95,9 @@ static void row_apply_backward(const void *data, i64 row)
 /* ---- Channels last: a tile of a sample's channels ---- */
 
 /* `copies` positions make a widened row of `width` columns, `pitch` numbers after the last one;
-   `full` such rows, and `rest` columns of one more. */
+   `full` such rows, `tall` of them in a block, and `rest` columns of one more. */
 typedef struct {
-    i64 start, channels, at, copies, width, pitch, full, rest;
+    i64 start, channels, at, copies, width, pitch, full, tall, rest;
 } Tile;
 
 INLINE Tile tile_of(const Call *call, i64 sample, i64 tile, i64 position, i64 positions)
@@ -222,30 +109,33 @@ INLINE Tile tile_of(const Call *call, i64 sample, i64 tile, i64 position, i64 po
     t.width = t.copies * t.channels;
     t.pitch = t.copies * call->channels;
     t.full = positions / t.copies;
+    t.tall = t.width > WIDE / 4 ? TALL : 4 * TALL;
     t.rest = positions % t.copies * t.channels;
     t.start = (sample * call->positions + position) * call->channels + first;
     t.at = sample * call->channels + first;
     return t;
 }
 
-INLINE void block_moments(const float *x, i64 pitch, i64 rows, i64 width, i64 count, double *mean, double *square)
+INLINE void block_moments(const float *x, i64 pitch, i64 rows, i64 width, i64 count, int with_var,
+                          double *mean, double *square)
 {
-    float middle[WIDE] = {0}, one[WIDE] = {0}, two[WIDE] = {0};
+    float middle[WIDE], one[WIDE], two[WIDE];
+    for (i64 j = 0; j < width; j++)
+        middle[j] = one[j] = two[j] = 0;
     for (i64 r = 0; r < rows; r++)
         for (i64 j = 0; j < width; j++)
             middle[j] += x[r * pitch + j];
     for (i64 j = 0; j < width; j++)
         middle[j] /= (float)rows;
-    for (i64 r = 0; square && r < rows; r++)
+    for (i64 r = 0; with_var && r < rows; r++)
         for (i64 j = 0; j < width; j++) {
             float d = x[r * pitch + j] - middle[j];
             one[j] += d;
             two[j] += d * d;
         }
-    double unused = 0;
     for (i64 j = 0; j < width; j++) {
-        double rest = one[j] / (double)rows;
-        grow(mean + j, square ? square + j : &unused, (double)count, (double)rows, middle[j] + rest, two[j] - one[j] * rest);
+        double rest = one[j] / (double)rows, squares = two[j] - one[j] * rest;
+        grow(mean + j, square + j, (double)count, (double)rows, middle[j] + rest, squares);
     }
 }
 
@@ -254,12 +144,13 @@ static void tile_moments(const void *data, i64 index)
     const Call *call = data;
     Tile t = tile_of(call, index / call->tiles, index % call->tiles, 0, call->positions);
     double mean[WIDE] = {0}, square[WIDE] = {0};
-    double *squares = call->second ? square : 0;
+    int with_var = call->second != 0;
     const float *x = call->x + t.start;
-    for (i64 row = 0; row < t.full; row += TALL)
-        block_moments(x + row * t.pitch, t.pitch, least(TALL, t.full - row), t.width, row, mean, squares);
-    if (t.rest)
-        block_moments(x + t.full * t.pitch, t.pitch, 1, t.rest, t.full, mean, squares);
+    for (i64 row = 0; row < t.full; row += t.tall) {
+        i64 rows = least(t.tall, t.full - row);
+        block_moments(x + row * t.pitch, t.pitch, rows, t.width, row, with_var, mean, square);
+    }
+    block_moments(x + t.full * t.pitch, t.pitch, 1, t.rest, t.full, with_var, mean, square);
     for (i64 c = 0; c < t.channels; c++) {
         double m = 0, s = 0, count = 0;
         for (i64 j = c; j < t.width; j += t.channels) {
@@ -279,9 +170,12 @@ INLINE void widen(float *restrict to, const float *from, Tile t)
         __builtin_memcpy(to + j, from + t.at, (unsigned long)t.channels * sizeof(float));
 }
 
-INLINE void block_reduce(const float *dy, const float *x, const float *centre, i64 pitch, i64 rows, i64 width, double *total, double *product)
+INLINE void block_reduce(const float *dy, const float *x, const float *centre, i64 pitch, i64 rows,
+                         i64 width, double *total, double *product)
 {
-    float one[WIDE] = {0}, two[WIDE] = {0};
+    float one[WIDE], two[WIDE];
+    for (i64 j = 0; j < width; j++)
+        one[j] = two[j] = 0;
     for (i64 r = 0; r < rows; r++)
         for (i64 j = 0; j < width; j++) {
             float d = dy[r * pitch + j];
@@ -302,10 +196,12 @@ static void tile_reduce(const void *data, i64 index)
     float centre[WIDE];
     widen(centre, call->centre, t);
     const float *x = call->x + t.start, *dy = call->dy + t.start;
-    for (i64 row = 0; row < t.full; row += TALL)
-        block_reduce(dy + row * t.pitch, x + row * t.pitch, centre, t.pitch, least(TALL, t.full - row), t.width, total, product);
-    if (t.rest)
-        block_reduce(dy + t.full * t.pitch, x + t.full * t.pitch, centre, t.pitch, 1, t.rest, total, product);
+    for (i64 row = 0; row < t.full; row += t.tall) {
+        i64 rows = least(t.tall, t.full - row), at = row * t.pitch;
+        block_reduce(dy + at, x + at, centre, t.pitch, rows, t.width, total, product);
+    }
+    i64 at = t.full * t.pitch;
+    block_reduce(dy + at, x + at, centre, t.pitch, 1, t.rest, total, product);
     for (i64 c = 0; c < t.channels; c++) {
         double one = 0, two = 0;
         for (i64 j = c; j < t.width; j += t.channels) {
@@ -320,9 +216,9 @@ static void tile_reduce(const void *data, i64 index)
 /* The two maps: a piece of a tile's positions. dy is NULL in the forward one. */
 INLINE void tile_map(const Call *call, i64 index, const float *dy)
 {
-    i64 tile = index % call->tiles, piece = index / call->tiles % call->pieces, first = piece * call->piece;
-    i64 size = least(call->piece, call->positions - first);
-    Tile t = tile_of(call, index / call->tiles / call->pieces, tile, first, size);
+    i64 tile = index % call->tiles, piece = index / call->tiles % call->pieces;
+    i64 sample = index / call->tiles / call->pieces, first = piece * call->piece;
+    Tile t = tile_of(call, sample, tile, first, least(call->piece, call->positions - first));
     float centre[WIDE], slope[WIDE], offset[WIDE], scale[WIDE];
     widen(centre, call->centre, t);
     widen(offset, call->offset, t);
@@ -342,11 +238,16 @@ INLINE void tile_map(const Call *call, i64 index, const float *dy)
 }
 
 static void tile_apply(const void *data, i64 index) { tile_map(data, index, 0); }
-static void tile_apply_backward(const void *data, i64 index) { tile_map(data, index, ((const Call *)data)->dy); }
+
+static void tile_apply_backward(const void *data, i64 index)
+{
+    const Call *call = data;
+    tile_map(call, index, call->dy);
+}
 
 /* ---- What Python calls ---- */
 
-static void run(Task row, Task tile, Call *call, int reduces, int last, int threads)
+static void run(Task row, Task tile, Call *call, int reduces, i64 last, i64 threads)
 {
     i64 samples = call->samples, channels = call->channels, positions = call->positions;
     if (!last) {
@@ -356,31 +257,40 @@ static void run(Task row, Task tile, Call *call, int reduces, int last, int thre
     /* few samples: narrow tiles or short pieces, so that there is something to share */
     call->tile = least(channels, reduces && samples < 16 ? LANES : WIDE);
     call->tiles = (channels + call->tile - 1) / call->tile;
-    call->piece = reduces ? positions : most(1, 2 * GRAIN / most(1, channels));
+    call->piece = reduces ? positions : most(1, PIECE / most(1, channels));
     call->pieces = (positions + call->piece - 1) / call->piece;
-    each(tile, call, samples * call->tiles * call->pieces, call->tile * least(positions, call->piece), threads);
+    i64 size = call->tile * least(positions, call->piece);
+    each(tile, call, samples * call->tiles * call->pieces, size, threads);
 }
 
-EXPORT void moments(const float *x, float *mean, float *var, i64 samples, i64 channels, i64 positions, int last, int threads)
+#define SIZES i64 samples, i64 channels, i64 positions, i64 last, i64 threads
+#define GIVEN .samples = samples, .channels = channels, .positions = positions
+
+EXPORT void moments(const float *x, float *mean, float *var, SIZES)
 {
-    Call call = {.x = x, .first = mean, .second = var, .samples = samples, .channels = channels, .positions = positions};
+    Call call = {.x = x, .first = mean, .second = var, GIVEN};
     run(row_moments, tile_moments, &call, 1, last, threads);
 }
 
-EXPORT void apply(const float *x, const float *centre, const float *scale, const float *shift, float *y, i64 samples, i64 channels, i64 positions, int last, int threads)
+EXPORT void apply(const float *x, const float *centre, const float *scale, const float *shift,
+                  float *y, SIZES)
 {
-    Call call = {.x = x, .centre = centre, .scale = scale, .offset = shift, .first = y, .samples = samples, .channels = channels, .positions = positions};
+    Call call = {.x = x, .centre = centre, .scale = scale, .offset = shift, .first = y, GIVEN};
     run(row_apply, tile_apply, &call, 0, last, threads);
 }
 
-EXPORT void reduce_backward(const float *dy, const float *x, const float *centre, float *total, float *product, i64 samples, i64 channels, i64 positions, int last, int threads)
+EXPORT void reduce_backward(const float *dy, const float *x, const float *centre, float *total,
+                            float *product, SIZES)
 {
-    Call call = {.x = x, .dy = dy, .centre = centre, .first = total, .second = product, .samples = samples, .channels = channels, .positions = positions};
+    Call call = {.dy = dy, .x = x, .centre = centre, .first = total, .second = product, GIVEN};
     run(row_reduce, tile_reduce, &call, 1, last, threads);
 }
 
-EXPORT void apply_backward(const float *dy, const float *x, const float *centre, const float *scale, const float *slope, const float *offset, float *dx, i64 samples, i64 channels, i64 positions, int last, int threads)
+EXPORT void apply_backward(const float *dy, const float *x, const float *centre, const float *scale,
+                           const float *slope, const float *offset, float *dx, SIZES)
 {
-    Call call = {.x = x, .dy = dy, .centre = centre, .scale = scale, .slope = slope, .offset = offset, .first = dx, .samples = samples, .channels = channels, .positions = positions};
+    Call call = {.dy = dy, .x = x, .centre = centre, .scale = scale, .first = dx, GIVEN};
+    call.slope = slope;
+    call.offset = offset;
     run(row_apply_backward, tile_apply_backward, &call, 0, last, threads);
 }

@@ -18,15 +18,18 @@ import shutil
 import subprocess
 import tempfile
 import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-__all__ = ["SWITCH", "Native", "native", "threads"]
+__all__ = ["SWITCH", "Native", "call", "library"]
 
 SWITCH = "MODENORM_CPU_KERNELS"  # 0: torch operators run instead
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("cpu_passes.c",))
+NAMES = ("cpu_common.h", "cpu_threads.c", "cpu_passes.c", "cpu_mixing.c")
+SOURCES = tuple(Path(__file__).with_name(name) for name in NAMES)
 FLAGS = ("-O3", "-ffp-contract=fast", "-fno-math-errno", "-fvisibility=hidden", "-shared", "-fPIC")
 TARGETS = (("-march=native",), ())  # the second for compilers that don't know the first
 COMPILERS = ("cc", "gcc", "clang")
@@ -42,7 +45,7 @@ class Native(NamedTuple):
 
 
 @functools.cache
-def native() -> Native:
+def library() -> Native:
     """The compiled passes; warns once if there is a compiler that fails."""
     if os.environ.get(SWITCH) == "0":
         return Native(None, f"{SWITCH}=0")
@@ -50,7 +53,7 @@ def native() -> Native:
     if os.name != "posix" or compiler is None:
         return Native(None, "there is no C compiler")
     try:
-        library, path = _load(compiler)
+        loaded, path = _load(compiler)
     except (OSError, subprocess.SubprocessError) as error:
         reason = _reason(error)
         warnings.warn(
@@ -60,15 +63,35 @@ def native() -> Native:
         )
         return Native(None, reason)
     team = _team()
-    library.set_team.argtypes = [ctypes.c_void_p]
-    library.set_team(team)
-    os.register_at_fork(after_in_child=lambda: library.set_team(None))  # its threads aren't there
-    return Native(library, str(path), team is not None)
+    loaded.set_team.argtypes = [ctypes.c_void_p]
+    loaded.set_team(team)
+    os.register_at_fork(after_in_child=lambda: loaded.set_team(None))  # its threads aren't there
+    return Native(loaded, str(path), team is not None)
 
 
-def threads() -> int:
-    """How many threads a pass may use: as many as torch's operators."""
-    return torch.get_num_threads()
+def call(
+    name: str,
+    inputs: Sequence[Tensor | None],
+    outputs: Sequence[Tensor | None],
+    *numbers: int | float,
+) -> None:
+    """Call a function of the library: its arrays, its numbers, and as many threads as torch uses.
+
+    Inputs are made dense first; outputs have to be.
+    """
+    held = [None if array is None else array.resolve_neg().contiguous() for array in inputs]
+    addresses = [None if array is None else array.data_ptr() for array in (*held, *outputs)]
+    numbers = (*numbers, torch.get_num_threads())
+    _function(name, len(addresses), tuple(map(type, numbers)))(*addresses, *numbers)
+
+
+@functools.cache
+def _function(name: str, num_arrays: int, kinds: tuple[type, ...]) -> Callable[..., None]:
+    function: Any = getattr(library().library, name)
+    numbers = [ctypes.c_float if kind is float else ctypes.c_int64 for kind in kinds]
+    function.argtypes = [*[ctypes.c_void_p] * num_arrays, *numbers]
+    function.restype = None
+    return function
 
 
 def _compiler() -> tuple[str, ...] | None:
