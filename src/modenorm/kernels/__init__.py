@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from modenorm.kernels.layout import interpreting
-from modenorm.kernels.native import library
+from modenorm.kernels.native import library, takes
 
 __all__ = ["choose_backend", "cpu_kernels", "runs_compiled", "runs_triton", "use_backend"]
 
@@ -83,9 +83,9 @@ def runs_triton(x: Tensor) -> bool:
     return _triton_works(x.get_device())
 
 
-def runs_compiled(x: Tensor) -> bool:
-    """Whether the passes in C take this tensor: float32 on a CPU, where they could be compiled."""
-    if x.dtype != torch.float32 or x.device.type != "cpu" or x.numel() == 0:
+def runs_compiled(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether C takes these: float32 on a CPU, where the code could be compiled."""
+    if not takes(x, *others) or x.numel() == 0:
         return False
     found = library()
     return found.library is not None and (found.shares or torch.get_num_threads() == 1)

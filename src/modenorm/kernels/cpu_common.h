@@ -1,4 +1,4 @@
-/* What the C files share: vectors, sums over a block that stays in cache, loops over threads. */
+/* What the C files share: loops over threads, vectors, sums over a block. */
 
 #ifndef MODENORM_CPU_COMMON
 #define MODENORM_CPU_COMMON
@@ -21,9 +21,46 @@ typedef float loose __attribute__((vector_size(4 * LANES), aligned(4), may_alias
 INLINE i64 least(i64 a, i64 b) { return a < b ? a : b; }
 INLINE i64 most(i64 a, i64 b) { return a > b ? a : b; }
 
-/* Calls task for every index below count, each of which takes about `size` numbers. */
+/* ---- Loops over threads: torch's own, by what its OpenMP runtime starts a team with ---- */
+
+enum { GRAIN = 32768 }; /* numbers that are worth handing to a thread */
+
 typedef void (*Task)(const void *call, i64 index);
-void each(Task task, const void *call, i64 count, i64 size, i64 threads);
+typedef void (*StartTeam)(void (*work)(void *), void *data, unsigned threads, unsigned flags);
+typedef struct {
+    Task task;
+    const void *call;
+    i64 count, step, next;
+} Loop;
+
+static StartTeam start_team;
+
+EXPORT void modenorm_set_team(StartTeam start) { start_team = start; }
+
+static void work(void *data)
+{
+    Loop *loop = data;
+    for (;;) {
+        i64 first = __atomic_fetch_add(&loop->next, loop->step, __ATOMIC_RELAXED);
+        if (first >= loop->count)
+            return;
+        i64 last = least(first + loop->step, loop->count);
+        for (i64 i = first; i < last; i++)
+            loop->task(loop->call, i);
+    }
+}
+
+/* Calls task for every index below count, each of which takes about `size` numbers. */
+static void each(Task task, const void *call, i64 count, i64 size, i64 threads)
+{
+    Loop loop = {task, call, count, most(1, GRAIN / most(1, size)), 0};
+    if (threads > 1 && start_team && count > loop.step)
+        start_team(work, &loop, (unsigned)threads, 0);
+    else
+        work(&loop);
+}
+
+/* ---- Sums over a block that stays in cache ---- */
 
 INLINE vec load(const float *x) { return *(const loose *)x; }
 INLINE vec all(float value) { return (vec){0} + value; }

@@ -177,14 +177,14 @@ static void tiles(Task task, const Mix *mix, i64 threads)
     each(task, mix, count, mix->samples * mix->modes * least(TILE, mix->channels), threads);
 }
 
-EXPORT void statistics(const float *mean, const float *var, const float *gates, float *mass,
-                       float *mode_mean, float *mode_var, SIZES)
+EXPORT void modenorm_statistics(const float *mean, const float *var, const float *gates,
+                                float *mass, float *mode_mean, float *mode_var, SIZES)
 {
     Mix mix = {.mean = mean, .var = var, .gates = gates, .out = {mass, mode_mean, mode_var}, GIVEN};
     tiles(tile_statistics, &mix, threads);
 }
 
-EXPORT void coefficients(const float *mean, const float *gates, const float *mode_mean,
+EXPORT void modenorm_coefficients(const float *mean, const float *gates, const float *mode_mean,
                          const float *mode_var, const float *weight, const float *bias,
                          float *scale, float *shift, float *scaled, float eps, i64 weight_step,
                          i64 bias_step, SIZES)
@@ -195,7 +195,7 @@ EXPORT void coefficients(const float *mean, const float *gates, const float *mod
     tiles(tile_coefficients, &mix, threads);
 }
 
-EXPORT void mode_gradients(const float *dscale, const float *dshift, const float *mean,
+EXPORT void modenorm_mode_gradients(const float *dscale, const float *dshift, const float *mean,
                            const float *gates, const float *mode_mean, const float *mode_var,
                            const float *weight, float *u, float *s, float *scaled, float *dweight,
                            float *dbias, float eps, i64 weight_step, i64 bias_step, SIZES)
@@ -207,7 +207,7 @@ EXPORT void mode_gradients(const float *dscale, const float *dshift, const float
     tiles(tile_mode_gradients, &mix, threads);
 }
 
-EXPORT void sample_gradients(const float *dscale, const float *dshift, const float *mean,
+EXPORT void modenorm_sample_gradients(const float *dscale, const float *dshift, const float *mean,
                              const float *var, const float *gates, const float *mode_mean,
                              const float *mode_var, const float *mass, const float *u,
                              const float *s, const float *scaled, const float *bias, float *dmean,
@@ -219,3 +219,6 @@ EXPORT void sample_gradients(const float *dscale, const float *dshift, const flo
                .out = {dmean, dvar, dgates}, GIVEN};
     each(sample_gradients_of, &mix, samples, modes * channels, threads);
 }
+
+#undef SIZES
+#undef GIVEN

@@ -266,31 +266,35 @@ static void run(Task row, Task tile, Call *call, int reduces, i64 last, i64 thre
 #define SIZES i64 samples, i64 channels, i64 positions, i64 last, i64 threads
 #define GIVEN .samples = samples, .channels = channels, .positions = positions
 
-EXPORT void moments(const float *x, float *mean, float *var, SIZES)
+EXPORT void modenorm_moments(const float *x, float *mean, float *var, SIZES)
 {
     Call call = {.x = x, .first = mean, .second = var, GIVEN};
     run(row_moments, tile_moments, &call, 1, last, threads);
 }
 
-EXPORT void apply(const float *x, const float *centre, const float *scale, const float *shift,
-                  float *y, SIZES)
+EXPORT void modenorm_apply(const float *x, const float *centre, const float *scale,
+                           const float *shift, float *y, SIZES)
 {
     Call call = {.x = x, .centre = centre, .scale = scale, .offset = shift, .first = y, GIVEN};
     run(row_apply, tile_apply, &call, 0, last, threads);
 }
 
-EXPORT void reduce_backward(const float *dy, const float *x, const float *centre, float *total,
-                            float *product, SIZES)
+EXPORT void modenorm_reduce_backward(const float *dy, const float *x, const float *centre,
+                                     float *total, float *product, SIZES)
 {
     Call call = {.dy = dy, .x = x, .centre = centre, .first = total, .second = product, GIVEN};
     run(row_reduce, tile_reduce, &call, 1, last, threads);
 }
 
-EXPORT void apply_backward(const float *dy, const float *x, const float *centre, const float *scale,
-                           const float *slope, const float *offset, float *dx, SIZES)
+EXPORT void modenorm_apply_backward(const float *dy, const float *x, const float *centre,
+                                    const float *scale, const float *slope, const float *offset,
+                                    float *dx, SIZES)
 {
     Call call = {.dy = dy, .x = x, .centre = centre, .scale = scale, .first = dx, GIVEN};
     call.slope = slope;
     call.offset = offset;
     run(row_apply_backward, tile_apply_backward, &call, 0, last, threads);
 }
+
+#undef SIZES
+#undef GIVEN

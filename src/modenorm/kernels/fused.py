@@ -251,7 +251,7 @@ class _ModeNorm(torch.autograd.Function):
         *inputs, used, kept = ctx.saved_tensors
         x, gates, gate_weight, gate_bias, weight, bias = inputs
         if torch.is_grad_enabled() or dy is None:
-            forward = partial(_plain_forward, eps=ctx.eps, ranks=ctx.ranks)
+            forward = partial(plain.mode_norm, eps=ctx.eps, ranks=ctx.ranks)
             return (*plain.differentiate(forward, inputs, ctx.needs_input_grad, (dy, dused)), None)
         with on_device(x) as stream:
             plan, stage = ctx.plan, "backward" if dused is None else "backward with gates"
@@ -347,27 +347,3 @@ def _running_kind(running: RunningEstimates | None, usage: bool) -> tuple[bool, 
     if running is None:
         return False, False, False, False
     return True, usage, running.num_batches_tracked is not None, running.share is not None
-
-
-def _plain_forward(
-    x: Tensor,
-    gates: Tensor | None,
-    gate_weight: Tensor | None,
-    gate_bias: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    ranks: Ranks | None,
-) -> tuple[Tensor, Tensor]:
-    mean, var = plain.moments(x)
-    assert var is not None
-    if gates is None:
-        assert gate_weight is not None
-        assert gate_bias is not None
-        gates = torch.softmax(mean @ gate_weight.t() + gate_bias, dim=1)
-    if ranks is None:
-        batch = mixing.batch_statistics(mean, var, gates)
-    else:
-        batch = exchange.statistics(mean, var, gates * x.shape[2:].numel(), ranks)
-    scale, shift = mixing.coefficients(batch.mean, batch.var, gates, mean, weight, bias, eps)
-    return plain.apply(x, mean, scale, shift), gates

@@ -63,7 +63,7 @@ class _Mix(torch.autograd.Function):
         eps: float,
         among: _Among | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        parts = _parts(mean)
+        parts = _parts(mean, var, gates, weight, bias)
         mass, mode_mean, mode_var = parts.statistics(mean, var, gates)
         if among is not None:
             mass, mode_mean, mode_var = exchange.merge(
@@ -98,7 +98,7 @@ def _differentiate(
     mean, var, gates, weight, bias, mode_mean, mode_var, mass = saved
     a = torch.zeros_like(mean) if dscale is None else dscale
     d = torch.zeros_like(mean) if dshift is None else dshift
-    parts = _parts(mean)
+    parts = _parts(mean, var, gates, weight, bias, a, d)
     u, s, scaled, dweight, dbias = parts.mode_gradients(
         a, d, mean, gates, mode_mean, mode_var, weight, bias, ctx.eps
     )
@@ -112,8 +112,19 @@ def _differentiate(
     return dmean, dvar, dgates, dweight, dbias
 
 
-def _parts(mean: Tensor) -> ModuleType:
-    return compiled_mixing if runs_compiled(mean) else mixing_parts
+def _parts(
+    mean: Tensor,
+    var: Tensor,
+    gates: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *gradients: Tensor,
+) -> ModuleType:
+    sizes = (gates.shape[1], mean.shape[1])
+    fits = all(p is None or p.shape in (sizes, sizes[1:]) for p in (weight, bias))
+    if fits and runs_compiled(mean, var, gates, weight, bias, *gradients):
+        return compiled_mixing
+    return mixing_parts
 
 
 def _plain_mix(

@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["SWITCH", "Native", "call", "library"]
+__all__ = ["SWITCH", "Native", "call", "library", "takes"]
 
 SWITCH = "MODENORM_CPU_KERNELS"  # 0: torch operators run instead
-NAMES = ("cpu_common.h", "cpu_threads.c", "cpu_passes.c", "cpu_mixing.c")
+NAMES = ("cpu_layer.c", "cpu_mixing.c", "cpu_passes.c", "cpu_common.h")  # the first includes all
 SOURCES = tuple(Path(__file__).with_name(name) for name in NAMES)
 FLAGS = ("-O3", "-ffp-contract=fast", "-fno-math-errno", "-fvisibility=hidden", "-shared", "-fPIC")
 TARGETS = (("-march=native",), ())  # the second for compilers that don't know the first
@@ -63,10 +63,24 @@ def library() -> Native:
         )
         return Native(None, reason)
     team = _team()
-    loaded.set_team.argtypes = [ctypes.c_void_p]
-    loaded.set_team(team)
-    os.register_at_fork(after_in_child=lambda: loaded.set_team(None))  # its threads aren't there
+    set_team = loaded.modenorm_set_team
+    set_team.argtypes, set_team.restype = [ctypes.c_void_p], None
+    set_team(team)
+    os.register_at_fork(after_in_child=lambda: set_team(None))  # the child has no such threads
     return Native(loaded, str(path), team is not None)
+
+
+def takes(*arrays: Tensor | None) -> bool:
+    """Whether C can take these: float32 numbers in this computer's memory, nothing cleverer."""
+    return all(
+        array is None
+        or (
+            array.dtype == torch.float32
+            and array.device.type == "cpu"
+            and type(array) in (Tensor, torch.nn.Parameter)
+        )
+        for array in arrays
+    )
 
 
 def call(
@@ -87,7 +101,7 @@ def call(
 
 @functools.cache
 def _function(name: str, num_arrays: int, kinds: tuple[type, ...]) -> Callable[..., None]:
-    function: Any = getattr(library().library, name)
+    function: Any = getattr(library().library, f"modenorm_{name}")
     numbers = [ctypes.c_float if kind is float else ctypes.c_int64 for kind in kinds]
     function.argtypes = [*[ctypes.c_void_p] * num_arrays, *numbers]
     function.restype = None
@@ -161,9 +175,8 @@ def _digest(path: Path) -> str:
 
 
 def _compile(compiler: tuple[str, ...], target: Path) -> Path:
-    sources = [str(source) for source in SOURCES if source.suffix == ".c"]
     for native_flags in TARGETS:
-        command = [*compiler, *FLAGS, *native_flags, *sources, "-o", str(target)]
+        command = [*compiler, *FLAGS, *native_flags, str(SOURCES[0]), "-o", str(target), "-lm"]
         try:
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=PATIENCE)
             return target
