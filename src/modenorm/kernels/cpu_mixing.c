@@ -139,6 +139,8 @@ static void sample_gradients_of(const void *data, i64 n)
 {
     const Mix *mix = data;
     i64 channels = mix->channels, row = n * channels;
+    for (i64 c = 0; c < channels; c++)
+        mix->out[0][row + c] = mix->out[1][row + c] = 0;
     for (i64 k = 0; k < mix->modes; k++) {
         float gate = mix->gates[n * mix->modes + k];
         float over = (float)(1 / above_tiny(mix->mass[k])), part = gate * over;
@@ -155,8 +157,10 @@ static void sample_gradients_of(const void *data, i64 n)
                 float apart = mean[j] - mode_mean[j];
                 float spread = var[j] + apart * apart - mode_var[j];
                 term[j] = (a[j] + d[j] * apart) * scaled[j] + over * (apart * u[j] + spread * s[j]);
-                dmean[j] = part * (u[j] + 2 * s[j] * apart) + (k ? dmean[j] : 0);
-                dvar[j] = part * s[j] + (k ? dvar[j] : 0);
+            }
+            for (i64 j = 0; j < width; j++) { /* more arrays in one loop are not vectorised */
+                dmean[j] += part * (u[j] + 2 * s[j] * (mean[j] - mode_mean[j]));
+                dvar[j] += part * s[j];
             }
             for (i64 j = 0; bias && j < width; j++)
                 term[j] += d[j] * bias[j];

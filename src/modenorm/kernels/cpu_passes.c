@@ -10,8 +10,8 @@
 
 enum {
     BLOCK = 2048,  /* numbers of a row that are summed together: 8 KiB */
-    WIDE = 512,    /* columns of a widened row, channels last */
-    TALL = 16,     /* widened rows that are summed together: 32 KiB; more if they are narrow */
+    WIDE = 256,    /* columns of a widened row, channels last */
+    TALL = 32,     /* widened rows that are summed together: 32 KiB; more if they are narrow */
     PIECE = 65536, /* numbers of a sample that are mapped together, channels last */
 };
 
@@ -109,7 +109,7 @@ INLINE Tile tile_of(const Call *call, i64 sample, i64 tile, i64 position, i64 po
     t.width = t.copies * t.channels;
     t.pitch = t.copies * call->channels;
     t.full = positions / t.copies;
-    t.tall = t.width > WIDE / 4 ? TALL : 4 * TALL;
+    t.tall = t.width > WIDE / 4 ? TALL : 2 * TALL;
     t.rest = positions % t.copies * t.channels;
     t.start = (sample * call->positions + position) * call->channels + first;
     t.at = sample * call->channels + first;
@@ -126,7 +126,7 @@ INLINE void block_moments(const float *x, i64 pitch, i64 rows, i64 width, i64 co
         for (i64 j = 0; j < width; j++)
             middle[j] += x[r * pitch + j];
     for (i64 j = 0; j < width; j++)
-        middle[j] /= (float)rows;
+        middle[j] *= 1 / (float)rows;
     for (i64 r = 0; with_var && r < rows; r++)
         for (i64 j = 0; j < width; j++) {
             float d = x[r * pitch + j] - middle[j];
@@ -134,7 +134,7 @@ INLINE void block_moments(const float *x, i64 pitch, i64 rows, i64 width, i64 co
             two[j] += d * d;
         }
     for (i64 j = 0; j < width; j++) {
-        double rest = one[j] / (double)rows, squares = two[j] - one[j] * rest;
+        double rest = one[j] * (1 / (double)rows), squares = two[j] - one[j] * rest;
         grow(mean + j, square + j, (double)count, (double)rows, middle[j] + rest, squares);
     }
 }
