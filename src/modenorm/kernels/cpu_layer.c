@@ -45,14 +45,19 @@ static void sample_logits(const void *data, i64 n)
     const float *gates = gate->gates + n * gate->modes;
     float *dgates = gate->out[0] + n * gate->modes;
     float *dmean = gate->dmean + n * gate->channels, *dvar = gate->dvar + n * gate->channels;
+    i64 modes = gate->weight ? gate->modes : 0, greatest = 0;
     float along = 0;
-    for (i64 k = 0; gate->weight && k < gate->modes; k++) {
-        dgates[k] += gate->more ? gate->more[n * gate->modes + k] : 0;
-        along += gates[k] * dgates[k];
+    for (i64 k = 0; k < modes; k++) {
+        dgates[k] += gate->more ? gate->more[n * modes + k] : 0;
+        greatest = gates[k] > gates[greatest] ? k : greatest;
     }
-    for (i64 k = 0; gate->weight && k < gate->modes; k++) {
+    /* gates sum to 1: only differences count, and digits are kept where one gate is near 1 */
+    float origin = dgates[greatest];
+    for (i64 k = 0; k < modes; k++)
+        along += gates[k] * (dgates[k] - origin);
+    for (i64 k = 0; k < modes; k++) {
         const float *weight = gate->weight + k * gate->channels;
-        dgates[k] = gates[k] * (dgates[k] - along);
+        dgates[k] = gates[k] * (dgates[k] - origin - along);
         for (i64 c = 0; c < gate->channels; c++)
             dmean[c] += dgates[k] * weight[c];
     }

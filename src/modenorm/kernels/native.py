@@ -41,7 +41,7 @@ class Native(NamedTuple):
 
     library: Any  # ctypes.CDLL
     about: str
-    shares: bool = False  # whether it can use several threads
+    shares: bool = False  # whether it uses as many threads as torch does
 
 
 @functools.cache
@@ -62,12 +62,30 @@ def library() -> Native:
             stacklevel=2,
         )
         return Native(None, reason)
-    team = _team()
-    set_team = loaded.modenorm_set_team
-    set_team.argtypes, set_team.restype = [ctypes.c_void_p], None
-    set_team(team)
-    os.register_at_fork(after_in_child=lambda: set_team(None))  # the child has no such threads
-    return Native(loaded, str(path), team is not None)
+    team = None if _after_fork else _team()
+    _set_team(loaded, team)
+    return Native(loaded, str(path), _after_fork or team is not None)
+
+
+_after_fork = False
+
+
+def _forget_team() -> None:
+    """A forked process has none of its parent's threads, and would wait for them for ever."""
+    global _after_fork
+    _after_fork = True
+    if library.cache_info().currsize and library().library is not None:
+        _set_team(library().library, None)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_team)
+
+
+def _set_team(loaded: Any, team: int | None) -> None:
+    loaded.modenorm_set_team.argtypes = [ctypes.c_void_p]
+    loaded.modenorm_set_team.restype = None
+    loaded.modenorm_set_team(team)
 
 
 def takes(*arrays: Tensor | None) -> bool:
