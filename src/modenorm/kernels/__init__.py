@@ -29,7 +29,8 @@ class use_backend:
 
     Takes effect at once, and until the end of the block when used in a `with` statement. A forced
     "fused" still gives way where it cannot serve (masks, `torch.func`, forward-mode
-    differentiation, `torch.compile`).
+    differentiation, `torch.compile`). On a CPU "fused" is C where it could be compiled, and torch
+    operators otherwise: `modenorm.kernels.cpu_kernels()` says which.
 
     Example:
         >>> import modenorm
