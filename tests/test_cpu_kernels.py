@@ -331,6 +331,20 @@ def test_input_that_needs_no_gradient():
         assert torch.equal(parameter.grad, expected[name])
 
 
+@pytest.mark.parametrize("gate", [None, nn.Linear], ids=["one node", "two nodes"])
+def test_another_default_type(gate):
+    layer, x = make_layer(4, 3, 4, torch.float32, gate=gate), tensor((6, 4, 5, 5))
+    upstream = torch.randn_like(x)
+    expected = step(layer, x, upstream)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert kernels.cpu_kernels().startswith("compiled")
+        found = step(layer, x, upstream)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 UNUSUAL = {
     "weight that is broadcast": {"weight": torch.randn(1)},
     "float64 estimates": {

@@ -100,7 +100,7 @@ def cpu_kernels() -> str:
         True
     """
     found = library()
-    if runs_compiled(torch.ones(1)):
+    if runs_compiled(torch.ones(1, dtype=torch.float32, device="cpu")):
         return f"compiled: {found.about}"
     return f"torch operators: {'one thread only' if found.library else found.about}"
 

@@ -140,7 +140,7 @@ class _ModeNorm(torch.autograd.Function):
         upstream = planes_like(dy, planes).view
         dx = torch.empty_like(x) if needed[0] else None
         parameters = (gate_weight, gate_bias, weight, bias)
-        gradients = [None if p is None else torch.empty(p.shape) for p in parameters]
+        gradients = [None if p is None else x.new_empty(p.shape) for p in parameters]
         dgates = torch.empty_like(used)
         rows, table = x.shape[0] * x.shape[1], used.shape[1] * x.shape[1]
         scratch = x.new_empty(4 * rows + 3 * table)
