@@ -258,9 +258,14 @@ def step(layer, x, upstream):
     return [y.detach(), *gradients, *layer.buffers()]
 
 
-@pytest.mark.parametrize(
-    "gate", [None, lambda c, k: nn.Linear(c, k)], ids=["one node", "two nodes"]
-)
+class FirstFeatures(nn.Module):
+    """A gate without sums, which torch might take in another order."""
+
+    def forward(self, features):
+        return features[:, :5]
+
+
+@pytest.mark.parametrize("gate", [None, FirstFeatures()], ids=["one node", "two nodes"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", [(24, 33, 12, 12), (2, 70, 40, 40)], ids=str)
 def test_the_number_of_threads_changes_no_bit(shape, layout, gate):
@@ -273,8 +278,7 @@ def test_the_number_of_threads_changes_no_bit(shape, layout, gate):
             found = step(layer, x, upstream)
         finally:
             torch.set_num_threads(1)
-        parts = zip(found, expected, strict=True)
-        assert all(torch.equal(a, b) for a, b in parts if gate is None or a.shape == x.shape)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_gradients_that_come_to_the_gates_from_elsewhere():
