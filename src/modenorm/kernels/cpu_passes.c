@@ -11,6 +11,7 @@
 enum {
     BLOCK = 2048,  /* numbers of a row that are summed together: 8 KiB */
     WIDE = 256,    /* columns of a widened row, channels last */
+    FIRST = 8,     /* widened rows that the mean is first taken of */
     TALL = 32,     /* widened rows that are summed together: 32 KiB; more if they are narrow */
     PIECE = 65536, /* numbers of a sample that are mapped together, channels last */
 };
@@ -116,22 +117,28 @@ INLINE Tile tile_of(const Call *call, i64 sample, i64 tile, i64 position, i64 po
     return t;
 }
 
-INLINE void block_moments(const float *x, i64 pitch, i64 rows, i64 width, i64 count, int with_var,
-                          double *mean, double *square)
+/* Joins a block to the moments of `count` rows; `middle` is near the mean of either. */
+INLINE void block_moments(const float *x, i64 pitch, i64 rows, i64 width, i64 count,
+                          const float *restrict middle, double *mean, double *square)
 {
-    float middle[WIDE], one[WIDE], two[WIDE];
+    float one[WIDE], two[WIDE];
     for (i64 j = 0; j < width; j++)
-        middle[j] = one[j] = two[j] = 0;
-    for (i64 r = 0; r < rows; r++)
-        for (i64 j = 0; j < width; j++)
-            middle[j] += x[r * pitch + j];
-    for (i64 j = 0; j < width; j++)
-        middle[j] *= 1 / (float)rows;
-    for (i64 r = 0; with_var && r < rows; r++)
+        one[j] = two[j] = 0;
+    i64 r = 0;
+    for (; r + 4 <= rows; r += 4) {
+        const float *p = x + r * pitch, *q = p + pitch, *s = q + pitch, *t = s + pitch;
         for (i64 j = 0; j < width; j++) {
-            float d = x[r * pitch + j] - middle[j];
-            one[j] += d;
-            two[j] += d * d;
+            float a = p[j] - middle[j], b = q[j] - middle[j];
+            float c = s[j] - middle[j], d = t[j] - middle[j];
+            one[j] += (a + b) + (c + d);
+            two[j] += (a * a + b * b) + (c * c + d * d);
+        }
+    }
+    for (; r < rows; r++)
+        for (i64 j = 0; j < width; j++) {
+            float a = x[r * pitch + j] - middle[j];
+            one[j] += a;
+            two[j] += a * a;
         }
     for (i64 j = 0; j < width; j++) {
         double rest = one[j] * (1 / (double)rows), squares = two[j] - one[j] * rest;
@@ -139,18 +146,33 @@ INLINE void block_moments(const float *x, i64 pitch, i64 rows, i64 width, i64 co
     }
 }
 
+INLINE void rounded(float *restrict to, const double *from, i64 width)
+{
+    for (i64 j = 0; j < width; j++)
+        to[j] = (float)from[j];
+}
+
+/* The first few rows are summed around their own mean, the others around that of all before them:
+   where these differ, the difference is a part of the variance, so it costs no digits. */
 static void tile_moments(const void *data, i64 index)
 {
     const Call *call = data;
     Tile t = tile_of(call, index / call->tiles, index % call->tiles, 0, call->positions);
     double mean[WIDE] = {0}, square[WIDE] = {0};
-    int with_var = call->second != 0;
+    float middle[WIDE] = {0};
     const float *x = call->x + t.start;
-    for (i64 row = 0; row < t.full; row += t.tall) {
+    i64 begin = least(FIRST, t.full);
+    for (i64 row = 0; row < begin; row++)
+        for (i64 j = 0; j < t.width; j++)
+            middle[j] += x[row * t.pitch + j] * (1 / (float)begin);
+    block_moments(x, t.pitch, begin, t.width, 0, middle, mean, square);
+    for (i64 row = begin; row < t.full; row += t.tall) {
         i64 rows = least(t.tall, t.full - row);
-        block_moments(x + row * t.pitch, t.pitch, rows, t.width, row, with_var, mean, square);
+        rounded(middle, mean, t.width);
+        block_moments(x + row * t.pitch, t.pitch, rows, t.width, row, middle, mean, square);
     }
-    block_moments(x + t.full * t.pitch, t.pitch, 1, t.rest, t.full, with_var, mean, square);
+    rounded(middle, mean, t.rest);
+    block_moments(x + t.full * t.pitch, t.pitch, 1, t.rest, t.full, middle, mean, square);
     for (i64 c = 0; c < t.channels; c++) {
         double m = 0, s = 0, count = 0;
         for (i64 j = c; j < t.width; j += t.channels) {
@@ -176,7 +198,15 @@ INLINE void block_reduce(const float *dy, const float *x, const float *centre, i
     float one[WIDE], two[WIDE];
     for (i64 j = 0; j < width; j++)
         one[j] = two[j] = 0;
-    for (i64 r = 0; r < rows; r++)
+    i64 r = 0;
+    for (; r + 2 <= rows; r += 2) {
+        const float *p = x + r * pitch, *q = p + pitch, *a = dy + r * pitch, *b = a + pitch;
+        for (i64 j = 0; j < width; j++) {
+            one[j] += a[j] + b[j];
+            two[j] += a[j] * (p[j] - centre[j]) + b[j] * (q[j] - centre[j]);
+        }
+    }
+    for (; r < rows; r++)
         for (i64 j = 0; j < width; j++) {
             float d = dy[r * pitch + j];
             one[j] += d;
