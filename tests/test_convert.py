@@ -574,6 +574,8 @@ def test_an_optimizer_goes_on(make, per_mode):
     assert {id(p) for p in optimizer.state} <= held
     momenta = [v for v in optimizer.state[replaced["1"].weight].values() if v.ndim]
     assert all(v.shape == replaced["1"].weight.shape and v.abs().sum() > 0 for v in momenta)
+    for layer in replaced.values():  # nearly equal gates have gradients of a rounding error's size
+        nn.init.normal_(layer.gate.weight)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     step(model, optimizer, x)
     for name, parameter in model.named_parameters():

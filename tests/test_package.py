@@ -6,12 +6,14 @@ import subprocess
 import sys
 import sysconfig
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
 
 import modenorm
 from modenorm import functional, gates, reference
+from modenorm.kernels import native
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "modenorm"
@@ -179,6 +181,9 @@ def test_wheel_installs_into_an_empty_environment(tmp_path):
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path, ROOT]
     subprocess.run(build, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("modenorm-*.whl")
+    with zipfile.ZipFile(wheel) as packed:
+        names = {Path(name).name for name in packed.namelist()}
+    assert {path.name for path in native.SOURCES} <= names
     empty = tmp_path / "empty"
     venv.create(empty, with_pip=True)
     python = empty / "bin" / "python"

@@ -14,14 +14,11 @@ from torch import Tensor, nn
 
 from modenorm import exchange, mixing, reference
 from modenorm.buffers import recomputing
-from modenorm.checks import (
-    Options,
-    as_mask,
-    check_input,
-)
+from modenorm.checks import Options, as_mask, check_input
 from modenorm.gates import LinearGate
 from modenorm.kernels import (
     choose_backend,
+    compiled_node,
     mixing_node,
     operators,
     plain,
@@ -64,6 +61,10 @@ def normalize_modes(
             return _reference_modes(x, gates, estimates, weight, bias, options, mask)
         if backend == "fused" and _one_node(x, gates, estimates, options):
             return _fused_modes(x, gates, estimates, weight, bias, options)
+        if backend == "fused" and _one_call(gates, from_batch, options):
+            found = compiled_node.mode_norm(x, gates, weight, bias, estimates, options)
+            if found is not None:
+                return found
         if not from_batch and isinstance(gates, Tensor):
             return _without_moments(x, gates, estimates, weight, bias, options, backend)
         if from_batch and mask is None and options.ranks is None and _compiled_on_gpu(x, gates):
@@ -126,17 +127,33 @@ def normalize_channels(
         return affine(mean, scale, shift), gates
 
 
+def _known_gates(gates: Tensor | Gate) -> bool:
+    """Whether the gates are given, or the paper's gate with nobody listening to it."""
+    if isinstance(gates, Tensor):
+        return True
+    return type(gates) is LinearGate and not (
+        gates._forward_hooks or gates._forward_pre_hooks or gates._backward_hooks
+    )
+
+
 def _one_node(
     x: Tensor, gates: Tensor | Gate, estimates: RunningEstimates | None, options: Options
 ) -> bool:
     """Whether kernels/fused.py has this case: the paper's gate or given gates, on a GPU."""
-    if not (isinstance(gates, Tensor) or (type(gates) is LinearGate and not gates._forward_hooks)):
+    if not _known_gates(gates):
         return False
     if not runs_triton(x):
         return False
     if options.training or estimates is None:
         return options.momentum is not None or estimates is None
     return not torch.is_grad_enabled() and not isinstance(gates, Tensor)
+
+
+def _one_call(gates: Tensor | Gate, from_batch: bool, options: Options) -> bool:
+    """Whether kernels/compiled_node.py has this case, if it can take the tensors."""
+    if options.ranks is not None or not _known_gates(gates):
+        return False
+    return from_batch or not (torch.is_grad_enabled() or isinstance(gates, Tensor))
 
 
 def _fused_modes(

@@ -1,7 +1,8 @@
 """Which path runs: the one place that decides.
 
-"fused" streams the tensor through hand-written passes (kernels/gpu.py in Triton, kernels/cpu.py),
-"eager" uses plain differentiable operators (kernels/plain.py), "reference" the paper's sums.
+"fused" streams the tensor through hand-written passes (kernels/gpu.py in Triton, compiled.py in C,
+cpu.py in torch operators), "eager" uses plain differentiable operators (kernels/plain.py),
+"reference" the paper's sums.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from modenorm.kernels.layout import interpreting
+from modenorm.kernels.native import library, takes
 
-__all__ = ["choose_backend", "runs_triton", "use_backend"]
+__all__ = ["choose_backend", "cpu_kernels", "runs_compiled", "runs_triton", "use_backend"]
 
 BACKENDS = ("auto", "reference", "eager", "fused")
 _forced = "auto"
@@ -27,7 +29,8 @@ class use_backend:
 
     Takes effect at once, and until the end of the block when used in a `with` statement. A forced
     "fused" still gives way where it cannot serve (masks, `torch.func`, forward-mode
-    differentiation, `torch.compile`).
+    differentiation, `torch.compile`). On a CPU "fused" is C where it could be compiled, and torch
+    operators otherwise: `modenorm.kernels.cpu_kernels()` says which.
 
     Example:
         >>> import modenorm
@@ -79,6 +82,27 @@ def runs_triton(x: Tensor) -> bool:
     if x.dtype == torch.float64 or (x.device.type != "cuda" and not interpreting()):
         return False
     return _triton_works(x.get_device())
+
+
+def runs_compiled(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether C takes these: float32 on a CPU, where the code could be compiled."""
+    if not takes(x, *others) or x.numel() == 0:
+        return False
+    found = library()
+    return found.library is not None and (found.shares or torch.get_num_threads() == 1)
+
+
+def cpu_kernels() -> str:
+    """What normalises float32 tensors on this CPU, in words: for bug reports and the curious.
+
+    Example:
+        >>> cpu_kernels().partition(":")[0] in ("compiled", "torch operators")
+        True
+    """
+    found = library()
+    if runs_compiled(torch.ones(1, dtype=torch.float32, device="cpu")):
+        return f"compiled: {found.about}"
+    return f"torch operators: {'one thread only' if found.library else found.about}"
 
 
 @functools.cache

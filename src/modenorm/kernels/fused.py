@@ -112,7 +112,7 @@ class _ModeNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, dused: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *given, used, memory = ctx.saved_tensors
         if torch.is_grad_enabled() or dy is None:
-            forward = partial(_plain_forward, eps=ctx.eps, ranks=ctx.ranks)
+            forward = partial(plain.mode_norm, eps=ctx.eps, ranks=ctx.ranks)
             needed = ctx.needs_input_grad
             return (*plain.differentiate(forward, (x, *given), needed, (dy, dused)), None)
         inputs = Inputs(*given)
@@ -162,27 +162,3 @@ def _sum(gradients: list[Tensor], mass: Tensor, ranks: Ranks) -> None:
     both = exchange.total(torch.cat([u, s], 1) * divisor, ranks.number) / divisor
     u.copy_(both[:, : u.shape[1]])
     s.copy_(both[:, u.shape[1] :])
-
-
-def _plain_forward(
-    x: Tensor,
-    gates: Tensor | None,
-    gate_weight: Tensor | None,
-    gate_bias: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    ranks: Ranks | None,
-) -> tuple[Tensor, Tensor]:
-    mean, var = plain.moments(x)
-    assert var is not None
-    if gates is None:
-        assert gate_weight is not None
-        assert gate_bias is not None
-        gates = torch.softmax(mean @ gate_weight.t() + gate_bias, dim=1)
-    if ranks is None:
-        batch = mixing.batch_statistics(mean, var, gates)
-    else:
-        batch = exchange.statistics(mean, var, gates * x.shape[2:].numel(), ranks)
-    scale, shift = mixing.coefficients(batch.mean, batch.var, gates, mean, weight, bias, eps)
-    return plain.apply(x, mean, scale, shift), gates

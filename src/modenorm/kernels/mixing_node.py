@@ -1,14 +1,15 @@
-"""Mode normalization's mixing as one autograd node in torch operators: for CPUs and custom gates.
+"""Mode normalization's mixing as one autograd node: for CPUs and custom gates.
 
-The same numbers as `mixing.batch_statistics` and `mixing.coefficients`, but modes are taken one
-after the other and only (N, C), (N, K) and (K, C) arrays are kept for backward: left to autograd,
-the plain form keeps several (N, K, C) arrays, which for (N, C) inputs is K times the input.
-Letters and formulas as in docs/math.md.
+The same numbers as `mixing.batch_statistics` and `mixing.coefficients`, but only (N, C), (N, K) and
+(K, C) arrays are kept for backward: left to autograd, the plain form keeps several (N, K, C) ones,
+which for (N, C) inputs is K times the input. Its parts are in C (kernels/compiled_mixing.py) or in
+torch operators (kernels/mixing_parts.py).
 """
 
 from __future__ import annotations
 
 from functools import partial
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from modenorm import exchange, mixing
 from modenorm.exchange import Ranks
+from modenorm.kernels import compiled_mixing, mixing_parts, runs_compiled
 from modenorm.kernels.plain import differentiate
 
 __all__ = ["mix"]
@@ -61,28 +63,19 @@ class _Mix(torch.autograd.Function):
         eps: float,
         among: _Among | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        mass = gates.sum(0)
-        weights = (gates / mass.clamp_min(torch.finfo(gates.dtype).tiny)).t()  # (K, N)
-        mode_mean = weights @ mean
-        mode_var = weights @ var
-        for k, row in enumerate(weights):
-            mode_var[k] += row @ (mean - mode_mean[k]).square_()
+        parts = _parts(mean, var, gates, weight, bias)
+        mass, mode_mean, mode_var = parts.statistics(mean, var, gates)
         if among is not None:
             mass, mode_mean, mode_var = exchange.merge(
                 mass * among.positions, mode_mean, mode_var, among.ranks.number
             )
             mass = mass / among.positions
-        inverse = _scaled(mode_var, weight, eps)
-        shift = torch.zeros_like(mean)
-        for k in range(gates.shape[1]):
-            shift += (mean - mode_mean[k]).mul_(inverse[k]).mul_(gates[:, k, None])
-        if bias is not None:
-            shift += gates @ bias if bias.ndim == 2 else bias
+        scale, shift = parts.coefficients(mean, gates, mode_mean, mode_var, weight, bias, eps)
         ctx.save_for_backward(mean, var, gates, weight, bias, mode_mean, mode_var, mass)
         ctx.eps, ctx.among = eps, among
         ctx.mark_non_differentiable(mode_mean, mode_var, mass)
         ctx.set_materialize_grads(False)
-        return gates @ inverse, shift, mode_mean, mode_var, mass
+        return scale, shift, mode_mean, mode_var, mass
 
     @staticmethod
     def backward(
@@ -105,44 +98,33 @@ def _differentiate(
     mean, var, gates, weight, bias, mode_mean, mode_var, mass = saved
     a = torch.zeros_like(mean) if dscale is None else dscale
     d = torch.zeros_like(mean) if dshift is None else dshift
-    divisor = mass.clamp_min(torch.finfo(mass.dtype).tiny)[:, None]
-    inverse = torch.rsqrt(mode_var + ctx.eps)
-    scaled = _scaled(mode_var, weight, ctx.eps)
-    t, e = gates.t() @ a, gates.t() @ d  # (K, C)
-    for k in range(gates.shape[1]):
-        t[k] += gates[:, k] @ (mean - mode_mean[k]).mul_(d)
-    u = -scaled * e
-    s = -0.5 * scaled * inverse**2 * t
-    if ctx.among is not None and any(ctx.needs_input_grad[:3]):
-        u, s = exchange.total(torch.cat([u, s], 1), ctx.among.ranks.number).chunk(2, 1)
-    u, s = u / divisor, s / divisor
-    dmean, dgates = gates @ u, torch.empty_like(gates)
-    for k in range(gates.shape[1]):
-        apart = mean - mode_mean[k]
-        dmean += (apart * (2 * s[k])).mul_(gates[:, k, None])
-        direct = torch.addcmul(a, d, apart) @ scaled[k]
-        spread = torch.addcmul(var, apart, apart).sub_(mode_var[k]) @ s[k]
-        dgates[:, k] = direct + apart @ u[k] + spread
-    dweight, dbias = inverse * t, e
-    if bias is not None and bias.ndim == 2:
-        dgates += d @ bias.t()
-    if weight is not None and weight.ndim == 1:
-        dweight = dweight.sum(0)
-    if bias is not None and bias.ndim == 1:
-        dbias = d.sum(0)
-    return (
-        dmean,
-        gates @ s,
-        dgates,
-        None if weight is None else dweight,
-        None if bias is None else dbias,
+    parts = _parts(mean, var, gates, weight, bias, a, d)
+    u, s, scaled, dweight, dbias = parts.mode_gradients(
+        a, d, mean, gates, mode_mean, mode_var, weight, bias, ctx.eps
     )
+    if not any(ctx.needs_input_grad[:3]):
+        return None, None, None, dweight, dbias
+    if ctx.among is not None:
+        u, s = exchange.total(torch.cat([u, s], 1), ctx.among.ranks.number).chunk(2, 1)
+    dmean, dvar, dgates = parts.sample_gradients(
+        a, d, mean, var, gates, mode_mean, mode_var, mass, u, s, scaled, bias
+    )
+    return dmean, dvar, dgates, dweight, dbias
 
 
-def _scaled(mode_var: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """α/σ of every mode, (K, C)."""
-    inverse = torch.rsqrt(mode_var + eps)
-    return inverse if weight is None else inverse * weight
+def _parts(
+    mean: Tensor,
+    var: Tensor,
+    gates: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *gradients: Tensor,
+) -> ModuleType:
+    sizes = (gates.shape[1], mean.shape[1])
+    fits = all(p is None or p.shape in (sizes, sizes[1:]) for p in (weight, bias))
+    if fits and runs_compiled(mean, var, gates, weight, bias, *gradients):
+        return compiled_mixing
+    return mixing_parts
 
 
 def _plain_mix(

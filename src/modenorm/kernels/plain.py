@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from modenorm import exchange, mixing
+from modenorm.exchange import Ranks
 from modenorm.kernels.layout import statistics_dtype
 
-__all__ = ["apply", "as_type", "differentiate", "masked_moments", "moments"]
+__all__ = ["apply", "as_type", "differentiate", "masked_moments", "mode_norm", "moments"]
 
 
 def moments(x: Tensor, with_var: bool = True) -> tuple[Tensor, Tensor | None]:
@@ -88,3 +90,28 @@ def differentiate(
         next(gradients) if need and t is not None else None
         for t, need in zip(inputs, needed, strict=False)
     ]
+
+
+def mode_norm(
+    x: Tensor,
+    gates: Tensor | None,
+    gate_weight: Tensor | None,
+    gate_bias: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    ranks: Ranks | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Y and the gates (N, K), with the batch's statistics; gates None means the linear gate's."""
+    mean, var = moments(x)
+    assert var is not None
+    if gates is None:
+        assert gate_weight is not None
+        assert gate_bias is not None
+        gates = torch.softmax(mean @ gate_weight.t() + gate_bias, dim=1)
+    if ranks is None:
+        batch = mixing.batch_statistics(mean, var, gates)
+    else:
+        batch = exchange.statistics(mean, var, gates * x.shape[2:].numel(), ranks)
+    scale, shift = mixing.coefficients(batch.mean, batch.var, gates, mean, weight, bias, eps)
+    return apply(x, mean, scale, shift), gates

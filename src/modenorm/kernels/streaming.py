@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modenorm.kernels import cpu, layout, runs_triton
+from modenorm.kernels import compiled, cpu, layout, runs_compiled, runs_triton
 
 __all__ = ["affine", "moments"]
 
@@ -66,7 +66,7 @@ class _Moments(torch.autograd.Function):
         slope = zeros if dvar is None else dvar * (2 / num_positions)
         if ctx.link.exact or dy is None or torch.is_grad_enabled():
             return _plain_backward(x, mean, slope, offset, dy), None, None
-        return _passes(x).apply_backward(dy, x, mean, ctx.link.scale, slope, offset), None, None
+        return _passes(x, dy).apply_backward(dy, x, mean, ctx.link.scale, slope, offset), None, None
 
 
 class _Affine(torch.autograd.Function):
@@ -76,7 +76,7 @@ class _Affine(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, centre, scale)
         ctx.link = link
-        return _passes(x).apply(x, centre, scale, shift)
+        return _passes(x, centre, scale, shift).apply(x, centre, scale, shift)
 
     @staticmethod
     def backward(
@@ -92,7 +92,7 @@ class _Affine(torch.autograd.Function):
                 ctx.link.exact = True
             total, product = _plain_reduce(dy, x, centre)
         elif needs_centre or needs_scale or needs_shift:
-            total, product = _passes(x).reduce_backward(dy, x, centre)
+            total, product = _passes(x, dy).reduce_backward(dy, x, centre)
         dx = None
         if needs_x:
             if linked and not ctx.link.exact:
@@ -104,12 +104,12 @@ class _Affine(torch.autograd.Function):
         return dx, dcentre, product, total, None
 
 
-def _passes(x: Tensor) -> ModuleType:
+def _passes(x: Tensor, *others: Tensor) -> ModuleType:
     if runs_triton(x):
         from modenorm.kernels import gpu
 
         return gpu
-    return cpu
+    return compiled if runs_compiled(x, *others) else cpu
 
 
 def _along(values: Tensor, x: Tensor) -> Tensor:

@@ -1,0 +1,101 @@
+"""The parts of mode normalization's mixing in torch operators: two forward, two backward.
+
+Between the parts of a direction, ranks exchange what they have. Modes are taken one after the
+other, so nothing is as large as (N, K, C). Letters and formulas as in docs/math.md.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["coefficients", "mode_gradients", "sample_gradients", "statistics"]
+
+
+def statistics(mean: Tensor, var: Tensor, gates: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The mass of the modes, (K,), and their μ and σ², (K, C)."""
+    mass = gates.sum(0)
+    weights = (gates / mass.clamp_min(torch.finfo(gates.dtype).tiny)).t()  # (K, N)
+    mode_mean = weights @ mean
+    mode_var = weights @ var
+    for k, row in enumerate(weights):
+        mode_var[k] += row @ (mean - mode_mean[k]).square_()
+    return mass, mode_mean, mode_var
+
+
+def coefficients(
+    mean: Tensor,
+    gates: Tensor,
+    mode_mean: Tensor,
+    mode_var: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Scale and shift, (N, C)."""
+    scaled = _scaled(torch.rsqrt(mode_var + eps), weight)
+    shift = torch.zeros_like(mean)
+    for k in range(gates.shape[1]):
+        shift += (mean - mode_mean[k]).mul_(scaled[k]).mul_(gates[:, k, None])
+    if bias is not None:
+        shift += gates @ bias if bias.ndim == 2 else bias
+    return gates @ scaled, shift
+
+
+def mode_gradients(
+    dscale: Tensor,
+    dshift: Tensor,
+    mean: Tensor,
+    gates: Tensor,
+    mode_mean: Tensor,
+    mode_var: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Gradients of μ and σ² and the modes' α/σ, (K, C), and gradients of weight and bias."""
+    inverse = torch.rsqrt(mode_var + eps)
+    scaled = _scaled(inverse, weight)
+    t, e = gates.t() @ dscale, gates.t() @ dshift  # (K, C)
+    for k in range(gates.shape[1]):
+        t[k] += gates[:, k] @ (mean - mode_mean[k]).mul_(dshift)
+    dweight = dbias = None
+    if weight is not None:
+        dweight = inverse * t if weight.ndim == 2 else (inverse * t).sum(0)
+    if bias is not None:
+        dbias = e if bias.ndim == 2 else dshift.sum(0)
+    return -scaled * e, -0.5 * scaled * inverse**2 * t, scaled, dweight, dbias
+
+
+def sample_gradients(
+    dscale: Tensor,
+    dshift: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    gates: Tensor,
+    mode_mean: Tensor,
+    mode_var: Tensor,
+    mass: Tensor,
+    u: Tensor,
+    s: Tensor,
+    scaled: Tensor,
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of mean and var, (N, C), and of the gates, from those of the modes, u and s."""
+    divisor = mass.clamp_min(torch.finfo(mass.dtype).tiny)[:, None]
+    u, s = u / divisor, s / divisor
+    dmean, dgates = gates @ u, torch.empty_like(gates)
+    for k in range(gates.shape[1]):
+        apart = mean - mode_mean[k]
+        dmean += (apart * (2 * s[k])).mul_(gates[:, k, None])
+        direct = torch.addcmul(dscale, dshift, apart) @ scaled[k]
+        spread = torch.addcmul(var, apart, apart).sub_(mode_var[k]) @ s[k]
+        dgates[:, k] = direct + apart @ u[k] + spread
+    if bias is not None and bias.ndim == 2:
+        dgates += dshift @ bias.t()
+    return dmean, gates @ s, dgates
+
+
+def _scaled(inverse: Tensor, weight: Tensor | None) -> Tensor:
+    """α/σ of every mode, (K, C)."""
+    return inverse if weight is None else inverse * weight

@@ -1,0 +1,235 @@
+"""How the C code gets compiled, kept and loaded, and what happens where it can't be."""
+
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import modenorm
+from modenorm import kernels
+from modenorm.kernels import native
+
+pytestmark = pytest.mark.skipif(
+    not kernels.cpu_kernels().startswith("compiled"), reason=kernels.cpu_kernels()
+)
+SOURCE = Path(modenorm.__file__).parents[1]
+
+
+def forget():
+    native.library.cache_clear()
+    native._function.cache_clear()
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache, a compiler that is in a hurry, and nothing loaded."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(native, "FLAGS", ("-O0", *native.FLAGS[1:]))
+    forget()
+    yield tmp_path / "modenorm"
+    monkeypatch.undo()
+    forget()
+
+
+def path_of_library() -> Path:
+    kind, _, path = kernels.cpu_kernels().partition(": ")
+    assert kind == "compiled", path
+    return Path(path)
+
+
+def assert_works():
+    """A step is right, whatever runs it."""
+    layer = modenorm.ModeNorm2d(3)
+    x = torch.randn(4, 3, 5, 5, requires_grad=True)
+    y = layer(x)
+    with modenorm.use_backend("reference"):
+        assert torch.allclose(y, modenorm.ModeNorm2d.forward(layer, x), atol=1e-5)
+    y.square().sum().backward()
+    assert x.grad.isfinite().all()
+
+
+def counted(monkeypatch) -> list:
+    commands = []
+
+    def listening(command, *args, **kwargs):
+        commands.append(command)
+        return run(command, *args, **kwargs)
+
+    run = subprocess.run
+    monkeypatch.setattr(native.subprocess, "run", listening)
+    return commands
+
+
+def test_it_is_compiled_once(cache, monkeypatch):
+    commands = counted(monkeypatch)
+    first = path_of_library()
+    assert first.parent == cache
+    assert cache.stat().st_mode & 0o777 == 0o700
+    assert_works()
+    forget()
+    assert path_of_library() == first
+    assert len(commands) == 1
+    assert [path.name for path in cache.iterdir()] == [first.name]  # nothing is left over
+
+
+@pytest.mark.parametrize("what", ["FLAGS", "SOURCES", "processor", "compiler"])
+def test_anything_new_makes_another_file(what, cache, tmp_path, monkeypatch):
+    before = native._key(native._compiler())
+    if what == "FLAGS":
+        monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, "-g"))
+    elif what == "SOURCES":
+        changed = tmp_path / "cpu_layer.c"
+        changed.write_bytes(native.SOURCES[0].read_bytes() + b" ")
+        monkeypatch.setattr(native, "SOURCES", (changed, *native.SOURCES[1:]))
+    elif what == "processor":
+        monkeypatch.setattr(native, "_processor", lambda: "another")
+    else:
+        shutil.copy(native._compiler()[0], tmp_path / "cc")
+        monkeypatch.setenv("CC", str(tmp_path / "cc"))
+    assert native._key(native._compiler()) != before
+
+
+@pytest.mark.parametrize("damage", ["truncated", "empty", "one byte", "not a library", "a folder"])
+def test_a_damaged_file_is_never_loaded(damage, cache, monkeypatch):
+    path = path_of_library()
+    whole = path.read_bytes()
+    path.unlink()  # what is loaded stays as it is
+    if damage == "truncated":
+        path.write_bytes(whole[: len(whole) // 2])
+    elif damage == "empty":
+        path.write_bytes(b"")
+    elif damage == "one byte":
+        middle = len(whole) // 2
+        path.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
+    elif damage == "not a library":  # whole, by its name, and made elsewhere
+        path.write_bytes(b"something else")
+        path.rename(path.with_name(f"{path.stem.split('-')[0]}-{native._digest(path)}.so"))
+    else:
+        path.mkdir()
+    forget()
+    commands = counted(monkeypatch)
+    assert kernels.cpu_kernels().startswith("compiled")
+    assert len(commands) == 1
+    assert_works()
+
+
+def test_a_file_of_somebody_else_is_not_loaded(cache, monkeypatch):
+    path = path_of_library()
+    forget()
+    monkeypatch.setattr(native.os, "getuid", lambda: path.stat().st_uid + 1)
+    assert native._kept(cache, path.stem.split("-")[0]) == []
+
+
+def test_a_cache_that_cannot_be_written(cache, tmp_path):
+    cache.write_text("a file where the folder should be")
+    path = path_of_library()
+    assert not path.exists()  # compiled for this process alone
+    assert_works()
+
+
+def test_without_a_compiler_torch_operators_run(cache, monkeypatch):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(cache))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert kernels.cpu_kernels() == "torch operators: there is no C compiler"
+        assert_works()
+
+
+def test_switched_off(cache, monkeypatch):
+    monkeypatch.setenv(native.SWITCH, "0")
+    assert kernels.cpu_kernels() == f"torch operators: {native.SWITCH}=0"
+    assert_works()
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize("script", ["echo error: no such header >&2; exit 1", "exit 0", "kill $$"])
+def test_a_compiler_that_fails_is_reported_once(script, cache, tmp_path, monkeypatch):
+    broken = tmp_path / "broken"
+    broken.write_text(f"#!/bin/sh\n{script}\n")
+    broken.chmod(0o700)
+    monkeypatch.setenv("CC", str(broken))
+    with pytest.warns(UserWarning, match="torch operators"):
+        kernels.cpu_kernels()
+    assert kernels.cpu_kernels().startswith("torch operators: ")
+    assert_works()
+
+
+def test_a_compiler_that_does_not_know_this_processor(cache, tmp_path, monkeypatch):
+    picky = tmp_path / "picky"
+    compiler = native._compiler()[0]
+    picky.write_text(f'#!/bin/sh\ncase "$*" in *native*) exit 1;; esac\nexec {compiler} "$@"\n')
+    picky.chmod(0o700)
+    monkeypatch.setenv("CC", str(picky))
+    path_of_library()
+    assert_works()
+
+
+def test_where_torch_has_no_openmp(cache, monkeypatch):
+    monkeypatch.setattr(native, "_team", lambda: None)
+    assert kernels.runs_compiled(torch.ones(2, 2))
+    torch.set_num_threads(2)
+    try:
+        assert not kernels.runs_compiled(torch.ones(2, 2))  # torch's operators have two
+        assert kernels.cpu_kernels() == "torch operators: one thread only"
+    finally:
+        torch.set_num_threads(1)
+
+
+def start(code: str, **environment: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(SOURCE), **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+RACE = """
+import torch, modenorm
+from modenorm.kernels import native, cpu_kernels
+native.FLAGS = ("-O0", *native.FLAGS[1:])
+modenorm.ModeNorm2d(3)(torch.randn(4, 3, 5, 5)).sum().backward()
+print(cpu_kernels())
+"""
+
+
+def test_two_processes_compile_at_once(cache, tmp_path):
+    racers = [start(RACE, XDG_CACHE_HOME=str(tmp_path)) for _ in range(2)]
+    told = [racer.communicate(timeout=120) for racer in racers]
+    assert all(racer.returncode == 0 for racer in racers), told
+    assert all(out.startswith("compiled: ") for out, _ in told)
+    assert all(path.suffix == ".so" for path in cache.iterdir())
+    assert path_of_library() in list(cache.iterdir())
+
+
+FORK = """
+import os, signal, torch, modenorm
+torch.set_num_threads(3)
+layer, x = modenorm.ModeNorm2d(8), torch.randn(8, 8, 40, 40, requires_grad=True)
+upstream = torch.ones_like(x)  # by three threads
+if {before}:
+    layer(x)
+child = os.fork()
+signal.alarm(60)
+y = layer(x)
+y.backward(upstream)
+if child == 0:
+    torch.set_num_threads(1)  # torch's own operators would wait for the parent's threads
+    os._exit(0 if y.isfinite().all() and x.grad.isfinite().all() else 1)
+_, status = os.waitpid(child, 0)
+print(os.waitstatus_to_exitcode(status))
+"""
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["loaded before", "loaded after"])
+def test_a_fork_hangs_nobody(before):
+    with start(FORK.format(before=before)) as process:
+        out, errors = process.communicate(timeout=120)
+    assert out.strip() == "0", errors
