@@ -172,10 +172,10 @@ def test_a_compiler_that_does_not_know_this_processor(cache, tmp_path, monkeypat
 
 def test_where_torch_has_no_openmp(cache, monkeypatch):
     monkeypatch.setattr(native, "_team", lambda: None)
-    assert kernels.runs_compiled(torch.ones(2, 2))
+    assert kernels.runs_native(torch.ones(2, 2))
     torch.set_num_threads(2)
     try:
-        assert not kernels.runs_compiled(torch.ones(2, 2))  # torch's operators have two
+        assert not kernels.runs_native(torch.ones(2, 2))  # torch's operators have two
         assert kernels.cpu_kernels() == "torch operators: one thread only"
     finally:
         torch.set_num_threads(1)

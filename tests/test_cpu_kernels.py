@@ -9,7 +9,7 @@ from torch import nn
 import modenorm
 from compare import assert_close, assert_same, make_layer, one_hot, run, run_reference
 from modenorm import functional, kernels
-from modenorm.kernels import compiled, compiled_mixing, compiled_node, cpu, mixing_parts, native
+from modenorm.kernels import cpu, mixing_parts, native, native_mixing, native_node, native_passes
 
 pytestmark = pytest.mark.skipif(
     not kernels.cpu_kernels().startswith("compiled"), reason=kernels.cpu_kernels()
@@ -62,7 +62,7 @@ def results(found):
 def test_each_pass(shape, layout, name):
     x = tensor(shape, layout)
     arguments = PASSES[name](x, torch.randn_like(x), torch.randn(4, *shape[:2]))
-    found = results(getattr(compiled, name)(*arguments))
+    found = results(getattr(native_passes, name)(*arguments))
     wanted = results(getattr(cpu, name)(*(array.double() for array in arguments)))
     for actual, expected in zip(found, wanted, strict=True):
         assert actual.dtype == torch.float32
@@ -73,7 +73,7 @@ def test_each_pass(shape, layout, name):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_mean_alone(layout):
     x = tensor((3, 5, 6, 7), layout)
-    mean, var = compiled.moments(x, with_var=False)
+    mean, var = native_passes.moments(x, with_var=False)
     assert var is None
     assert_close(mean, x.double().mean((2, 3)), 1e-6)
 
@@ -83,11 +83,11 @@ def test_the_mean_alone(layout):
 def test_long_rows_stay_accurate(side, layout):
     x, dy = tensor((1, 3, side, side), layout, 100.0), tensor((1, 3, side, side), layout, 1.0)
     exact = x.double()
-    mean, var = compiled.moments(x)
+    mean, var = native_passes.moments(x)
     assert_close(mean, exact.mean((2, 3)), 1e-7)
     assert_close(var, exact.var((2, 3), correction=0), 2e-7)
     for actual, expected in zip(
-        compiled.reduce_backward(dy, x, mean),
+        native_passes.reduce_backward(dy, x, mean),
         cpu.reduce_backward(dy.double(), exact, mean.double()),
         strict=True,
     ):
@@ -98,7 +98,7 @@ def test_long_rows_stay_accurate(side, layout):
 def test_a_large_mean_costs_no_digits(layout):
     x = (torch.randn(4, 3, 40, 40) + 1e6).to(memory_format=LAYOUTS[layout])
     x[:, 1, :2] = 0  # and rows that begin far from their mean
-    mean, var = compiled.moments(x)
+    mean, var = native_passes.moments(x)
     assert_close(mean, x.double().mean((2, 3)), 1e-7)
     for channel in range(3):
         expected = x[:, channel].double().flatten(1).var(1, correction=0)
@@ -131,7 +131,7 @@ def test_each_part_of_the_mixing(n, c, k, per_mode):
     doubles = (None if t is None else t.double() for t in tensors)
     wanted = parts(mixing_parts, *doubles)
     for i, (actual, expected) in enumerate(
-        zip(parts(compiled_mixing, *tensors), wanted, strict=True)
+        zip(parts(native_mixing, *tensors), wanted, strict=True)
     ):
         assert (actual is None) == (expected is None)
         if actual is not None:
@@ -146,7 +146,7 @@ def calls(monkeypatch):
         names.append(name)
         return native.call(name, *args)
 
-    for module in (compiled, compiled_mixing, compiled_node):
+    for module in (native_passes, native_mixing, native_node):
         monkeypatch.setattr(module, "call", listening)
     return names
 
@@ -221,7 +221,7 @@ def test_nan_and_infinity(bad, layout):
     assert y[:, 2].isnan().all()  # as batch norm has it
     assert x.grad[:, 2].isnan().all()
     assert all(torch.equal(buffer, before[name]) for name, buffer in layer.named_buffers())
-    mean, var = compiled.moments(x.detach())
+    mean, var = native_passes.moments(x.detach())
     assert not mean[1, 2].isfinite()
     assert var[1, 2].isnan()
     assert mean[0].isfinite().all()

@@ -18,8 +18,8 @@ from modenorm.checks import Options, as_mask, check_input
 from modenorm.gates import LinearGate
 from modenorm.kernels import (
     choose_backend,
-    compiled_node,
     mixing_node,
+    native_node,
     operators,
     plain,
     runs_triton,
@@ -62,7 +62,7 @@ def normalize_modes(
         if backend == "fused" and _one_node(x, gates, estimates, options):
             return _fused_modes(x, gates, estimates, weight, bias, options)
         if backend == "fused" and _one_call(gates, from_batch, options):
-            found = compiled_node.mode_norm(x, gates, weight, bias, estimates, options)
+            found = native_node.mode_norm(x, gates, weight, bias, estimates, options)
             if found is not None:
                 return found
         if not from_batch and isinstance(gates, Tensor):
@@ -150,7 +150,7 @@ def _one_node(
 
 
 def _one_call(gates: Tensor | Gate, from_batch: bool, options: Options) -> bool:
-    """Whether kernels/compiled_node.py has this case, if it can take the tensors."""
+    """Whether kernels/native_node.py has this case, if it can take the tensors."""
     if options.ranks is not None or not _known_gates(gates):
         return False
     return from_batch or not (torch.is_grad_enabled() or isinstance(gates, Tensor))

@@ -1,7 +1,7 @@
 """Which path runs: the one place that decides.
 
-"fused" streams the tensor through hand-written passes (kernels/gpu.py in Triton, compiled.py in C,
-cpu.py in torch operators), "eager" uses plain differentiable operators (kernels/plain.py),
+"fused" streams the tensor through hand-written passes (kernels/gpu.py in Triton, native_passes.py
+in C, cpu.py in torch operators), "eager" uses plain differentiable operators (kernels/plain.py),
 "reference" the paper's sums.
 """
 
@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from modenorm.kernels.layout import interpreting
 from modenorm.kernels.native import library, takes
 
-__all__ = ["choose_backend", "cpu_kernels", "runs_compiled", "runs_triton", "use_backend"]
+__all__ = ["choose_backend", "cpu_kernels", "runs_native", "runs_triton", "use_backend"]
 
 BACKENDS = ("auto", "reference", "eager", "fused")
 _forced = "auto"
@@ -84,7 +84,7 @@ def runs_triton(x: Tensor) -> bool:
     return _triton_works(x.get_device())
 
 
-def runs_compiled(x: Tensor, *others: Tensor | None) -> bool:
+def runs_native(x: Tensor, *others: Tensor | None) -> bool:
     """Whether C takes these: float32 on a CPU, where the code could be compiled."""
     if not takes(x, *others) or x.numel() == 0:
         return False
@@ -100,7 +100,7 @@ def cpu_kernels() -> str:
         True
     """
     found = library()
-    if runs_compiled(torch.ones(1, dtype=torch.float32, device="cpu")):
+    if runs_native(torch.ones(1, dtype=torch.float32, device="cpu")):
         return f"compiled: {found.about}"
     return f"torch operators: {'one thread only' if found.library else found.about}"
 

@@ -2,7 +2,7 @@
 
 The same numbers as `mixing.batch_statistics` and `mixing.coefficients`, but only (N, C), (N, K) and
 (K, C) arrays are kept for backward: left to autograd, the plain form keeps several (N, K, C) ones,
-which for (N, C) inputs is K times the input. Its parts are in C (kernels/compiled_mixing.py) or in
+which for (N, C) inputs is K times the input. Its parts are in C (kernels/native_mixing.py) or in
 torch operators (kernels/mixing_parts.py).
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from modenorm import exchange, mixing
 from modenorm.exchange import Ranks
-from modenorm.kernels import compiled_mixing, mixing_parts, runs_compiled
+from modenorm.kernels import mixing_parts, native_mixing, runs_native
 from modenorm.kernels.plain import differentiate
 
 __all__ = ["mix"]
@@ -122,8 +122,8 @@ def _parts(
 ) -> ModuleType:
     sizes = (gates.shape[1], mean.shape[1])
     fits = all(p is None or p.shape in (sizes, sizes[1:]) for p in (weight, bias))
-    if fits and runs_compiled(mean, var, gates, weight, bias, *gradients):
-        return compiled_mixing
+    if fits and runs_native(mean, var, gates, weight, bias, *gradients):
+        return native_mixing
     return mixing_parts
 
 

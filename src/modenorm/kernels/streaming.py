@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modenorm.kernels import compiled, cpu, layout, runs_compiled, runs_triton
+from modenorm.kernels import cpu, layout, native_passes, runs_native, runs_triton
 
 __all__ = ["affine", "moments"]
 
@@ -109,7 +109,7 @@ def _passes(x: Tensor, *others: Tensor) -> ModuleType:
         from modenorm.kernels import gpu
 
         return gpu
-    return compiled if runs_compiled(x, *others) else cpu
+    return native_passes if runs_native(x, *others) else cpu
 
 
 def _along(values: Tensor, x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from modenorm.buffers import recomputing
 from modenorm.checks import Options
 from modenorm.gates import LinearGate
-from modenorm.kernels import plain, runs_compiled
+from modenorm.kernels import plain, runs_native
 from modenorm.kernels.layout import Planes, as_dense, as_planes, planes_like
 from modenorm.kernels.native import call
 from modenorm.mixing import RunningEstimates
@@ -37,7 +37,7 @@ def mode_norm(
 
     In training the estimates are moved; otherwise they are used, and y is not differentiable.
     """
-    if not runs_compiled(x):
+    if not runs_native(x):
         return None
     given = gate_weight = gate_bias = None
     if isinstance(gates, LinearGate):
@@ -65,7 +65,7 @@ def _fit(
 ) -> bool:
     """Whether kinds and shapes are as C expects: it would read whatever lies there."""
     mean, var, tracked, share = (None,) * 4 if estimates is None else estimates
-    if not runs_compiled(x, gates, gate_weight, gate_bias, weight, bias, mean, var, share):
+    if not runs_native(x, gates, gate_weight, gate_bias, weight, bias, mean, var, share):
         return False
     first = gate_weight if gates is None else gates
     if first is None or first.ndim != 2:
@@ -133,7 +133,7 @@ class _ModeNorm(torch.autograd.Function):
         *inputs, used, kept = ctx.saved_tensors  # once: checkpointing unpacks them once
         x, gates, gate_weight, gate_bias, weight, bias = inputs
         needed = ctx.needs_input_grad
-        if torch.is_grad_enabled() or dy is None or not runs_compiled(x, dy, dused):
+        if torch.is_grad_enabled() or dy is None or not runs_native(x, dy, dused):
             forward = partial(plain.mode_norm, eps=ctx.eps)
             return (*plain.differentiate(forward, inputs, needed, (dy, dused)), None, None)
         planes = as_planes(x)
