@@ -30,7 +30,13 @@ __all__ = ["CASES", "TrainCase", "measure_training"]
 
 PIXEL_BYTES = 600_000_000
 """Most memory for the images of one case."""
-DEEP = {"momentum": 0.9, "weight_decay": 1e-4, "dtype": "bfloat16", "channels_last": True}
+DEEP = {
+    "momentum": 0.9,
+    "weight_decay": 1e-4,
+    "dtype": "bfloat16",
+    "channels_last": True,
+    "compile": True,
+}
 
 
 @dataclass(frozen=True)
