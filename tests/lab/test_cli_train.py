@@ -8,7 +8,7 @@ import torch
 
 from modenorm.lab.cli import main
 from modenorm.lab.data import DataSet, ImageSet
-from modenorm.lab.training import Run, Training, find_runs, runner
+from modenorm.lab.training import Run, Training, find_runs, sources
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -25,14 +25,14 @@ def command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> Command:
     """Run the command line in a folder of its own; gives exit code, output and errors."""
-    real = runner.load
+    real = sources.load
 
     def load(name: str, *args: object, **kwargs: object) -> DataSet:
         if name == "builtin":
             return DataSet(name, images(40), images(30))
         return real(name, *args, **kwargs)
 
-    monkeypatch.setattr(runner, "load", load)
+    monkeypatch.setattr(sources, "load", load)
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.chdir(tmp_path)
 

@@ -11,7 +11,7 @@ from modenorm.lab.cli import main, reproduce
 from modenorm.lab.data import DataSet, ImageSet
 from modenorm.lab.experiments import TABLES, Cell
 from modenorm.lab.experiments.collect import read_lines
-from modenorm.lab.training import Run, Training, find_runs, runner
+from modenorm.lab.training import Run, Training, find_runs, sources
 
 Command = Callable[..., tuple[int, str, str]]
 TINY = {
@@ -42,14 +42,14 @@ def command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> Command:
     """Run the command line in a folder of its own, with a Table 1 of two tiny trainings."""
-    real = runner.load
+    real = sources.load
 
     def load(name: str, *args: object, **kwargs: object) -> DataSet:
         if name == "builtin":
             return DataSet(name, images(40), images(30))
         return real(name, *args, **kwargs)
 
-    monkeypatch.setattr(runner, "load", load)
+    monkeypatch.setattr(sources, "load", load)
     monkeypatch.setitem(TABLES, "table1", CELLS)
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.chdir(tmp_path)

@@ -166,6 +166,11 @@ def _fast_convolutions(dtype: torch.dtype) -> Iterator[None]:
         cudnn.benchmark = before
 
 
+def compiles_on(device: torch.device) -> bool:
+    """Whether a compiled model pays there; on a CPU the layers' own code is faster."""
+    return device.type == "cuda"
+
+
 def compiled(model: nn.Module) -> Callable[..., Any]:
     """The model as Inductor's kernels; trainings of equal models share them."""
     import torch._dynamo

@@ -38,7 +38,7 @@ from modenorm.lab.training.ranks import Ranks
 from modenorm.lab.training.runs import Run
 from modenorm.lab.training.schedule import PENALTY_EVERY, Schedule
 from modenorm.lab.training.sources import TrainingData, batches_for
-from modenorm.lab.training.step import Lane, Step, Turns, capture, compiled
+from modenorm.lab.training.step import Lane, Step, Turns, capture, compiled, compiles_on
 from modenorm.lab.training.usage import ModeUsage
 
 CHUNK = {"cuda": 256, "cpu": 16}
@@ -261,7 +261,7 @@ class Training:
             return self._step
         with self.lane.enter():
             self._step.forward = self.ranks.parallel(self.model)
-        if self.run.config.compile:
+        if self.run.config.compile and compiles_on(self.lane.device):
             self._step.forward = compiled(self._step.forward)
         alone = self.ranks.size == 1 and self._step.loader.capturable
         if self.lane.stream is None or not alone:
