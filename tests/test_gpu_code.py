@@ -1,0 +1,62 @@
+"""Every kernel compiles for GPUs that the tests need not have: the interpreter takes more."""
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from modenorm.kernels.layout import interpreting  # noqa: E402
+
+if interpreting():
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+from modenorm.kernels import launch as launches  # noqa: E402
+from modenorm.kernels.gpu import Geometry, Passes  # noqa: E402
+from modenorm.kernels.gpu_channels import ChannelMixing  # noqa: E402
+from modenorm.kernels.gpu_mixing import Mixing  # noqa: E402
+
+STREAMED = ("x_ptr", "y_ptr", "dy_ptr", "dx_ptr")
+
+
+def compile_for(launch, capability):
+    """PTX of a launch as on a GPU: its kernel with the types and constants of its arguments."""
+    parameters = launch.kernel.params
+    num_pointers = len(parameters) - len(launch.tail)
+    signature, constants = {}, {}
+    for i, parameter in enumerate(parameters):
+        value = launch.tail[i - num_pointers] if i >= num_pointers else None
+        if parameter.is_constexpr:
+            signature[parameter.name], constants[(i,)] = "constexpr", value
+        elif i < num_pointers:
+            kind = "bf16" if parameter.name in STREAMED else "fp32"
+            signature[parameter.name] = "*i64" if parameter.name == "tracked_ptr" else f"*{kind}"
+        else:
+            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+    source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants)
+    target = GPUTarget("cuda", capability, 32)
+    return triton.compile(source, target=target, options=launch.options).asm["ptx"]
+
+
+def all_launches(*owners):
+    return [found for owner in owners for found in vars(owner).values() if hasattr(found, "tail")]
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "nhwc"])
+def test_kernels_compile(capability, channels_last, monkeypatch):
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # unset, Triton 3.9 warns
+    monkeypatch.setattr(launches, "can_overlap", lambda: capability >= 90)
+    geometry = Geometry(8, 24, 36, channels_last, torch.bfloat16)
+    owners = [Passes(geometry)]
+    if not channels_last:  # the mixing sees (N, C) arrays alone
+        affine, running = (True, True, False), (True, True, True, True)
+        owners.append(Mixing(8, 24, 36, 3, 1e-5, 0.1, True, affine, running, True))
+        owners.append(ChannelMixing(8, 24, 36, 3, 1e-5, True, (True, True), True))
+    found = all_launches(*owners)
+    assert len(found) == (6 if channels_last else 17)
+    for launch in found:
+        ptx = compile_for(launch, capability)
+        assert ("griddepcontrol.wait" in ptx) == (capability >= 90), launch.kernel.__name__
