@@ -9,8 +9,11 @@ STAMP := $(VENV)/.installed
 demo: $(STAMP)
 	$(BIN)/modenorm demo
 
-test: lint browser
-	$(BIN)/pytest -n 2 --dist loadfile
+# Types are checked while the first tests run.
+test: $(STAMP) browser
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy & types=$$!; $(BIN)/pytest -n 2 --dist loadfile && wait $$types
 	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 tests/kernels
 
 # The report's page and the documentation in a real browser; where there is none and none can be installed, skipped.

@@ -81,9 +81,7 @@ def test_onnx_of_a_converted_resnet(tmp_path):
 
 ONNX_LAYERS = {
     "2-d": (2, {}),
-    "3-d": (3, {}),
     "4-d": (4, {}),
-    "5-d": (5, {}),
     "per_mode_affine": (4, {"per_mode_affine": True}),
     "standardized": (4, {"gate": modenorm.StandardizedGate}),
     "no running estimates": (4, {"track_running_stats": False}),

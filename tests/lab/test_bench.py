@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_layer_command(tmp_path, monkeypatch):
-    monkeypatch.setitem(layer.TURNS, "cpu", 2)
+    monkeypatch.setitem(layer.TURNS, "cpu", 1)
     output = tmp_path / "layer.jsonl"
     arguments = ["bench", "layer", "--shape", "4x3x5x5", "--modes", "2", "-o", str(output)]
     result = CliRunner().invoke(app, arguments)
