@@ -155,7 +155,7 @@ class Step:
 def _fast_convolutions(dtype: torch.dtype) -> Iterator[None]:
     """Let cuDNN try its algorithms for convolutions in half precision and take the fastest.
 
-    Not in float32, where the usual choice is as good and the same in every process.
+    Not in float32: the choice may differ from one process to the next, and with it the result.
     """
     cudnn = torch.backends.cudnn
     before = cudnn.benchmark
@@ -167,7 +167,7 @@ def _fast_convolutions(dtype: torch.dtype) -> Iterator[None]:
 
 
 def compiles_on(device: torch.device) -> bool:
-    """Whether a compiled model pays there; on a CPU the layers' own code is faster."""
+    """Whether models are compiled there; on a CPU that would pass by the layers' own C code."""
     return device.type == "cuda"
 
 
