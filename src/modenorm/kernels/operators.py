@@ -20,15 +20,12 @@ from modenorm.kernels.layout import as_dense
 __all__ = ["available", "mode_norm"]
 
 _TRITON = importlib.util.find_spec("triton") is not None
+_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def available(x: Tensor) -> bool:
-    """Whether the operators serve a compiled call on this tensor.
-
-    Only in half precision: with torch 2.11 a traced node lost its gradient in float32. What is the
-    likely cause, a cast that does nothing, is gone, but it has not been tried on a GPU since.
-    """
-    return _TRITON and x.device.type == "cuda" and x.dtype in (torch.float16, torch.bfloat16)
+    """Whether the operators serve a compiled call on this tensor."""
+    return _TRITON and x.device.type == "cuda" and x.dtype in _TYPES
 
 
 def mode_norm(
