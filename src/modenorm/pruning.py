@@ -109,9 +109,9 @@ def _largest(limits: Sequence[float], tolerated: Callable[[float], bool]) -> flo
 
 
 def _outputs(model: nn.Module, inputs: Iterable[Tensor]) -> list[Tensor]:
-    """What the model says of each batch in evaluation, one row per batch's flattened tensors."""
+    """What the model says of all batches in evaluation: its tensors, flattened."""
     with evaluating(model):
-        return [torch.cat([t.double().flatten() for t in _tensors(model(x))]) for x in inputs]
+        return [t.double().flatten() for x in inputs for t in _tensors(model(x))]
 
 
 def _tensors(output: Any) -> list[Tensor]:
