@@ -147,3 +147,7 @@ def assert_same(actual: Run, expected: Run, dtype: torch.dtype, slack: float = 1
 
 def one_hot(domains: list[int], num_modes: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return nn.functional.one_hot(torch.tensor(domains), num_modes).to(dtype)
+
+
+def double(*shape: int) -> Tensor:
+    return torch.randn(shape).double()

@@ -1,4 +1,4 @@
-"""One thread, one seed: every test sees the same numbers wherever it runs. And one browser."""
+"""One thread, one seed: every test sees the same numbers wherever it runs. Ranks, a browser."""
 
 import shutil
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import modenorm
+from world import SIZE, World
 
 torch.set_num_threads(1)
 
@@ -19,6 +20,14 @@ def _seed() -> None:
 def backend(request):
     with modenorm.use_backend(request.param):
         yield request.param
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """Three ranks."""
+    world = World(SIZE, str(tmp_path_factory.mktemp("world") / "store"))
+    yield world
+    world.close()
 
 
 QUIET = (

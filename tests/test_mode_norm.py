@@ -6,11 +6,11 @@ from torch import nn
 
 import modenorm
 from compare import TOLERANCES, assert_close, assert_same, make_layer, one_hot, run, run_reference
+from marks import TRAINING
 from modenorm import functional
 from modenorm.kernels import cpu
 
 SHAPES = [(5, 3), (5, 3, 7), (5, 3, 4, 5), (4, 3, 2, 3, 5)]
-TRAINING = pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 
 
 def data(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:

@@ -346,3 +346,8 @@ def test_bad_arguments():
     for batches in ([], [torch.zeros(0, 2)]):
         with pytest.raises(ValueError, match="got no samples"):
             prune_modes(ModeNorm1d(2), batches)
+    for output in (None, torch.arange(3), ()):
+        silent = nn.Sequential(ModeNorm1d(2))
+        silent.register_forward_hook(lambda *_, output=output: (output,))
+        with pytest.raises(ValueError, match="returned no tensor"):
+            prune_modes(silent, [torch.randn(3, 2)])

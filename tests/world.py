@@ -1,4 +1,4 @@
-"""Real processes with gloo between them, that run one test after the other."""
+"""Real processes with gloo between them, that run one test after the other, each on its part."""
 
 from __future__ import annotations
 
@@ -11,9 +11,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import Tensor
 
 PRELOADED = ["modenorm", "pytest", "torch.distributed.fsdp", "torch._dynamo"]  # once for all ranks
+SIZE = 3  # of the worlds that tests are given
 SECONDS = 60  # for anything that is expected to end
+
+
+def whole_batch(
+    shape: tuple[int, ...], dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor]:
+    """A batch and an upstream gradient, the same on all ranks."""
+    return 2 * torch.randn(shape).to(dtype) + 3, torch.randn(shape).to(dtype)
+
+
+def of_rank(rank: int, parts: tuple[int, ...], tensor: Tensor) -> Tensor:
+    part = tensor.split(parts)[rank]
+    return part.clone(memory_format=torch.preserve_format)
 
 
 class World:

@@ -69,10 +69,8 @@ def check_options(options: Options, estimates: RunningEstimates | None = None) -
             raise ValueError(f"momentum=None averages over batches and needs {name}")
 
 
-def as_mask(mask: Tensor | None, x: Tensor) -> Tensor | None:
+def as_mask(mask: Tensor, x: Tensor) -> Tensor:
     """The mask as (N, 1, *positions), boolean."""
-    if mask is None:
-        return None
     short, full = (x.shape[0], *x.shape[2:]), (x.shape[0], 1, *x.shape[2:])
     if tuple(mask.shape) not in (short, full):
         raise ValueError(f"mask has shape {tuple(mask.shape)}; expected {short} or {full}")

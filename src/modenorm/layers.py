@@ -17,6 +17,7 @@ from modenorm.exchange import Ranks, in_use
 from modenorm.gates import GateFactory, make_gate
 from modenorm.mixing import RunningEstimates
 from modenorm.paths import normalize_channels, normalize_modes
+from modenorm.state import explain_modes
 
 __all__ = ["ModeGroupNorm", "ModeNorm1d", "ModeNorm2d", "ModeNorm3d"]
 
@@ -185,7 +186,7 @@ class ModeNorm(Float32Buffers):
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         self._spread_batchnorm(state_dict, prefix)
-        _explain_modes(self, state_dict, prefix, args[-1])
+        explain_modes(self.num_modes, state_dict, prefix, args[-1])
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _spread_batchnorm(self, state_dict: Any, prefix: str) -> None:
@@ -370,7 +371,7 @@ class ModeGroupNorm(nn.Module):
         return y
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
-        _explain_modes(self, state_dict, prefix, args[-1])
+        explain_modes(self.num_modes, state_dict, prefix, args[-1])
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
@@ -378,26 +379,4 @@ class ModeGroupNorm(nn.Module):
         return (
             f"{self.num_channels}, num_modes={self.num_modes}, eps={self.eps}, "
             f"affine={self.affine}, variance={self.variance!r}"
-        )
-
-
-def modes_in(state_dict: Mapping[str, Any], prefix: str) -> int | None:
-    """K of the layer with this prefix in a state dict; None if it has no modes."""
-    for name, ndim in (("running_mean", 2), ("gate_weight", 1), ("gate.weight", 2)):
-        tensor = state_dict.get(prefix + name)
-        if isinstance(tensor, Tensor) and tensor.ndim == ndim:
-            return len(tensor)
-    return None
-
-
-def _explain_modes(
-    layer: ModeNorm | ModeGroupNorm, state_dict: Mapping[str, Any], prefix: str, errors: list[str]
-) -> None:
-    """Say in words what torch only says in shapes."""
-    found = modes_in(state_dict, prefix)
-    if found not in (None, layer.num_modes):
-        errors.append(
-            f"{prefix.removesuffix('.') or 'the layer'} has num_modes={found} in this state, but "
-            f"num_modes={layer.num_modes} in the model: call modenorm.match_modes(model, "
-            f"state_dict) before loading, or make the model with the numbers it was saved with."
         )

@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from modenorm.checks import check_count
 from modenorm.gates import LinearGate
-from modenorm.layers import ModeGroupNorm, ModeNorm, modes_in
+from modenorm.layers import ModeGroupNorm, ModeNorm
+from modenorm.state import modes_in
 
 __all__ = [
     "close_modes", "combine_modes", "group_weights", "last_linear", "match_modes",

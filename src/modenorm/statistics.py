@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from modenorm.gates import StandardizedGate
 from modenorm.layers import ModeNorm
+from modenorm.modes import evaluating
 
 __all__ = ["freeze_statistics", "recalibrate"]
 
@@ -55,19 +56,16 @@ def recalibrate(model: nn.Module, batches: Iterable[Any]) -> int:
 @contextlib.contextmanager
 def _collecting(model: nn.Module, layers: list[ModeNorm]) -> Iterator[None]:
     """Evaluation mode everywhere but in the layers, which average over all batches."""
-    training = {module: module.training for module in model.modules()}
     momenta = {layer: layer.momentum for layer in layers}
     frozen = {layer: layer.statistics_frozen for layer in layers}
-    model.eval()
-    try:
-        for layer in layers:
-            layer.training, layer.momentum, layer.statistics_frozen = True, None, False
-        yield
-    finally:
-        for module, mode in training.items():
-            module.training = mode
-        for layer in layers:
-            layer.momentum, layer.statistics_frozen = momenta[layer], frozen[layer]
+    with evaluating(model):
+        try:
+            for layer in layers:
+                layer.training, layer.momentum, layer.statistics_frozen = True, None, False
+            yield
+        finally:
+            for layer in layers:
+                layer.momentum, layer.statistics_frozen = momenta[layer], frozen[layer]
 
 
 def freeze_statistics(model: nn.Module, frozen: bool = True) -> list[str]:

@@ -94,14 +94,7 @@ class Gallery:
             layers = tuple(_read_layer(layer, tiles) for layer in values.pop("layers"))
             name, count, side = values["dataset"], values["num_images"], values["tile"]
             return cls(str(name), int(count), int(side), layers, picture)
-        except (
-            ArithmeticError,
-            AttributeError,
-            LookupError,
-            OSError,
-            TypeError,
-            ValueError,
-        ) as error:
+        except BROKEN as error:
             raise ValueError(f"gallery.json or gallery.webp is broken ({error})") from None
 
 

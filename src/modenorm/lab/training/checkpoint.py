@@ -93,6 +93,15 @@ class Checkpoint:
                 f"{path} is no checkpoint of a training ({error}): choose another file"
             ) from None
 
+    def check_config(self, config: TrainConfig, path: Path) -> None:
+        """Refuse a checkpoint that is of another training than that of `config`."""
+        differences = config.differences(self.config)
+        if differences:
+            raise CheckpointError(
+                f"{path} is of another training ({'; '.join(differences)}): move it away or "
+                "choose another folder for the runs"
+            )
+
     def part(self, name: str) -> dict[str, Tensor]:
         """The tensors of one part, such as "model", without its prefix."""
         prefix = name + "."

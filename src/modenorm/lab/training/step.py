@@ -9,8 +9,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from modenorm import ModeSparsity
-from modenorm.lab.data.loader import Batches
+from modenorm.lab.data.loader import Batches, derive_seed
+from modenorm.lab.training.checkpoint import build_model
+from modenorm.lab.training.config import TrainConfig
 from modenorm.lab.training.ranks import Ranks
+from modenorm.lab.training.schedule import PENALTY_EVERY
+from modenorm.lab.training.sources import TrainingData, batches_for
 
 WARM_UP_STEPS = 3
 COMPILED_FORMS = 256
@@ -92,6 +96,48 @@ class Step:
         self._parameters: list[Tensor] = list(model.parameters())
         named = model.named_parameters() if momentum else ()
         self.momentum_buffers = {name: torch.zeros_like(parameter) for name, parameter in named}
+
+    @classmethod
+    def of(
+        cls,
+        config: TrainConfig,
+        data: TrainingData,
+        total: int,
+        capacity: int,
+        device: torch.device,
+        ranks: Ranks,
+    ) -> "Step":
+        """The step of a configuration, with its initial weights.
+
+        Args:
+            config: What to train.
+            data: The data set, padded if the configuration augments.
+            total: Steps of the training.
+            capacity: Steps whose batches are prepared at once.
+            device: Where the data are, and the model goes.
+            ranks: Those who train the model together.
+        """
+        seed = torch.Generator().manual_seed(derive_seed(config.seed, "weights"))
+        model = build_model(config, len(data.about.classes), seed)
+        if config.sync:
+            model = ranks.synchronise(model, device)
+        model.to(device)
+        if config.channels_last:
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        sparsity = None
+        if config.sparsity:
+            sparsity = ModeSparsity(model, PENALTY_EVERY * config.sparsity)
+        return cls(
+            model,
+            batches_for(config, data, total, capacity, ranks.share(config.batch)),
+            device,
+            momentum=config.momentum,
+            weight_decay=config.weight_decay,
+            dtype=getattr(torch, config.dtype),
+            batch=config.batch,
+            ranks=ranks,
+            sparsity=sparsity,
+        )
 
     def __call__(self, regularised: bool = False) -> None:
         """Take one step; nothing here waits for a CUDA device."""

@@ -16,28 +16,19 @@ from collections.abc import Callable, Generator
 from dataclasses import replace
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
-from modenorm import ModeSparsity
 from modenorm.lab.data.loader import derive_seed
 from modenorm.lab.models import generator_states, generators, load_generator_states
 from modenorm.lab.provenance import provenance
-from modenorm.lab.training.checkpoint import (
-    Checkpoint,
-    CheckpointError,
-    Position,
-    build_model,
-    copy_tensors,
-    load_state,
-)
+from modenorm.lab.training.checkpoint import Checkpoint, Position, copy_tensors, load_state
 from modenorm.lab.training.closing import PRUNING_SAMPLES, close, pruned
 from modenorm.lab.training.evaluate import count_errors, errors
 from modenorm.lab.training.events import Events
 from modenorm.lab.training.ranks import Ranks
 from modenorm.lab.training.runs import Run
-from modenorm.lab.training.schedule import PENALTY_EVERY, Schedule
-from modenorm.lab.training.sources import TrainingData, batches_for
+from modenorm.lab.training.schedule import Schedule
+from modenorm.lab.training.sources import TrainingData
 from modenorm.lab.training.step import Lane, Step, Turns, capture, compiled, compiles_on
 from modenorm.lab.training.usage import ModeUsage
 
@@ -101,33 +92,13 @@ class Training:
         self.position = Position()
         self.train_loss = math.nan
         self._checkpoint_every, self._listener = checkpoint_every, listener
-        self._dtype = getattr(torch, config.dtype)
         plain = ranks.size == 1 and not config.stream
         self._chunk, self._turn = CHUNK[kind] if plain else SHORT_CHUNK, TURN[kind]
         self._save_seconds = 0.0  # what the last checkpoint took
         self._saved = (-1, 0)  # step and number of evaluations in the last checkpoint
 
-        seed = torch.Generator().manual_seed(derive_seed(config.seed, "weights"))
-        self.model = build_model(config, len(data.about.classes), seed)
-        if config.sync:
-            self.model = ranks.synchronise(self.model, lane.device)
-        self.model.to(lane.device)
-        if config.channels_last:
-            self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        sparsity = None
-        if config.sparsity:
-            sparsity = ModeSparsity(self.model, PENALTY_EVERY * config.sparsity)
-        self._step = Step(
-            self.model,
-            batches_for(config, data, self.schedule.total, self._chunk, ranks.share(config.batch)),
-            lane.device,
-            momentum=config.momentum,
-            weight_decay=config.weight_decay,
-            dtype=self._dtype,
-            batch=config.batch,
-            ranks=ranks,
-            sparsity=sparsity,
-        )
+        self._step = Step.of(config, data, self.schedule.total, self._chunk, lane.device, ranks)
+        self.model, self._dtype = self._step.model, self._step.dtype
         self._tensorboard = tensorboard
         self._events: Events | None = None
         self._began = self._saved_at = time.monotonic()
@@ -234,12 +205,7 @@ class Training:
         path, position, saved = self.run.checkpoint, Position(), self._saved
         if path.exists():
             checkpoint = Checkpoint.load(path)
-            differences = self.run.config.differences(checkpoint.config)
-            if differences:
-                raise CheckpointError(
-                    f"{path} is of another training ({'; '.join(differences)}): move it away or "
-                    "choose another folder for the runs"
-                )
+            checkpoint.check_config(self.run.config, path)
             load_state(self.model, checkpoint.part("model"), path)
             copy_tensors(self._step.momentum_buffers, checkpoint.part("momentum"), path)
             copy_tensors({"sum": self._step.loss_sum}, checkpoint.part("loss"), path)

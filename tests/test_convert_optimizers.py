@@ -1,0 +1,82 @@
+"""Optimizers go on after a conversion: they hold the gates, and their momenta count."""
+
+import pytest
+import torch
+from torch import nn
+
+import modenorm
+from modenorm import replace_batchnorm
+from small_models import images, small_model
+
+
+def step(model, optimizer, x):
+    optimizer.zero_grad()
+    y = model(x)
+    (y * torch.linspace(-1, 1, y.numel()).view_as(y) ** 3).sum().backward()
+    optimizer.step()
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.1),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.5),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("per_mode", [False, True], ids=["shared", "per_mode"])
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_an_optimizer_goes_on(make, per_mode):
+    """Everything learns after the conversion, and momenta of before count."""
+    model, x = small_model(), images()
+    optimizer = make(model.parameters())
+    step(model, optimizer, x)
+    replaced = replace_batchnorm(model, 2, optimizer=optimizer, per_mode_affine=per_mode)
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert held == {id(p) for p in model.parameters()}
+    assert {id(p) for p in optimizer.state} <= held
+    momenta = [v for v in optimizer.state[replaced["1"].weight].values() if v.ndim]
+    assert all(v.shape == replaced["1"].weight.shape and v.abs().sum() > 0 for v in momenta)
+    for layer in replaced.values():  # nearly equal gates have gradients of a rounding error's size
+        nn.init.normal_(layer.gate.weight)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    step(model, optimizer, x)
+    for name, parameter in model.named_parameters():
+        assert not torch.equal(parameter, before[name]), name
+
+
+def test_gates_join_the_group_of_their_norm():
+    model = small_model()
+    norms, _, others = modenorm.norm_parameters(model)
+    optimizer = torch.optim.SGD(
+        [
+            {"params": list(others.items()), "weight_decay": 0.1},
+            {"params": list(norms.items()), "weight_decay": 0.0, "lr": 0.5},
+        ],
+        lr=0.1,
+    )
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    replace_batchnorm(model, optimizer=optimizer)
+    first, second = optimizer.param_groups
+    assert [id(p) for p in first["params"]] == [id(p) for p in others.values()]
+    names = second["param_names"]
+    assert names[4:] == ["1.gate.weight", "1.gate.bias", "4.gate.weight", "4.gate.bias"]
+    assert all(model.get_parameter(n) is p for n, p in zip(names, second["params"], strict=True))
+    step(model, optimizer, images())
+    scheduler.step()
+
+
+def test_gates_of_norms_that_the_optimizer_does_not_hold_join_the_first_group():
+    model = small_model(affine=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    replaced = replace_batchnorm(model, optimizer=optimizer)
+    assert any(p is replaced["1"].gate.weight for p in optimizer.param_groups[0]["params"])
+
+
+def test_without_the_argument_an_optimizer_keeps_the_norms_parameters():
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    replaced = replace_batchnorm(model)
+    before = replaced["1"].weight.detach().clone()
+    step(model, optimizer, images())
+    assert not torch.equal(replaced["1"].weight, before)

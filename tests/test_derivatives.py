@@ -1,0 +1,121 @@
+"""Derivatives of the layers: numerical, second, forward mode, of one tensor alone."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.func import jvp
+
+import modenorm
+from compare import assert_close, double, make_layer, run
+from marks import TORCH_JIT, TRAINING
+from modenorm import functional
+
+# Numerical derivatives. The gradient of a plain sum is zero: every check has random weights.
+
+SHAPE = (4, 2, 3)
+
+
+def weighted(function):
+    """A scalar with a random upstream gradient."""
+    upstream = double(*SHAPE)
+    return lambda *args: (function(*args) * upstream).sum()
+
+
+def mode_norm_function(training, mask=None):
+    """`mode_norm` of tensors only: x, gates or gate parameters, weight, bias."""
+    mean, var = double(2, 2), double(2, 2).exp()
+
+    def function(x, first, second, weight, bias):
+        gates = torch.softmax(first, 1) if second is None else _linear(first, second)
+        state = mean.clone(), var.clone()
+        return functional.mode_norm(
+            x, gates, *state, weight, bias, training=training, mask=mask, eps=1e-2
+        )
+
+    return function
+
+
+def _linear(weight, bias):
+    return lambda features: nn.functional.linear(features, weight, bias)
+
+
+def inputs(kind, per_mode):
+    affine = (2, 2) if per_mode else (2,)
+    first, second = (double(4, 2), None) if kind == "gates" else (double(2, 2), double(2))
+    tensors = double(*SHAPE), first, second, double(*affine), double(*affine)
+    return tuple(None if t is None else t.requires_grad_() for t in tensors)
+
+
+@pytest.mark.parametrize("check", [gradcheck, gradgradcheck], ids=["first", "second"])
+@pytest.mark.parametrize("per_mode", [False, True], ids=["shared", "per_mode"])
+@pytest.mark.parametrize("kind", ["gates", "network"])
+@TRAINING
+def test_numerical_derivatives(training, kind, per_mode, check, backend):
+    function = weighted(mode_norm_function(training))
+    assert check(function, inputs(kind, per_mode))
+
+
+@pytest.mark.parametrize("check", [gradcheck, gradgradcheck], ids=["first", "second"])
+def test_numerical_derivatives_with_a_mask(check):
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1], [0, 1, 1]]).bool()
+    function = weighted(mode_norm_function(True, mask=mask))
+    assert check(function, inputs("network", False))
+
+
+@pytest.mark.parametrize("check", [gradcheck, gradgradcheck], ids=["first", "second"])
+@pytest.mark.parametrize("variance", ["pooled", "pixel"])
+def test_numerical_derivatives_of_mode_group_norm(variance, check, backend):
+    def function(*tensors):
+        return functional.mode_group_norm(*tensors, eps=1e-2, variance=variance)
+
+    tensors = double(*SHAPE), double(3), double(3), double(2), double(2)
+    assert check(weighted(function), tuple(t.requires_grad_() for t in tensors))
+
+
+@TRAINING
+def test_a_gradient_penalty(training, backend):
+    """Double backward through a model, as in WGAN-GP, agrees with plain operators."""
+    layer, x, upstream = make_layer(3, 2).train(training), double(4, 3, 2, 2), double(4, 3, 2, 2)
+
+    def penalty(name):
+        other, leaf = copy.deepcopy(layer), x.clone().requires_grad_()
+        with modenorm.use_backend(name):
+            (gradient,) = torch.autograd.grad(other(leaf), leaf, upstream, create_graph=True)
+            gradient.square().sum().backward()
+        return [leaf.grad, *(p.grad for name, p in other.named_parameters() if name != "bias")]
+
+    for actual, expected in zip(penalty(backend), penalty("eager"), strict=True):
+        assert_close(actual, expected, 1e-10)
+
+
+def test_backward_twice_through_one_graph(backend):
+    layer, x = make_layer(3, 2), double(4, 3, 2, 2).requires_grad_()
+    y, upstream = layer(x), double(4, 3, 2, 2)
+    first = torch.autograd.grad(y, x, upstream, retain_graph=True)[0]
+    exact = torch.autograd.grad(y, x, upstream, create_graph=True)[0]
+    again = torch.autograd.grad(y, x, upstream)[0]
+    assert_close(exact, first, 1e-12)
+    assert_close(again, first, 1e-12)
+
+
+@pytest.mark.parametrize("wanted", ["x", "weight", "bias", "gate.weight"])
+def test_gradient_of_one_tensor_alone(wanted, backend):
+    layer, x, upstream = make_layer(3, 2), double(4, 3, 2, 2), double(4, 3, 2, 2)
+    expected = run(layer, x, upstream).gradients[wanted]
+    layer.requires_grad_(False)
+    leaf = x.requires_grad_() if wanted == "x" else layer.get_parameter(wanted).requires_grad_()
+    assert_close(torch.autograd.grad(layer(x), leaf, upstream)[0], expected, 1e-12)
+
+
+@TORCH_JIT
+def test_forward_mode_differentiation(backend):
+    layer = make_layer(3, 2, rank=3, track_running_stats=False)
+    x, tangent = double(4, 3, 2), double(4, 3, 2)
+    with forward_ad.dual_level():
+        actual = forward_ad.unpack_dual(layer(forward_ad.make_dual(x, tangent))).tangent
+    expected = (layer(x + 1e-6 * tangent) - layer(x - 1e-6 * tangent)) / 2e-6
+    assert_close(actual, expected, 1e-7)
+    assert_close(jvp(layer, (x,), (tangent,))[1], actual, 1e-12)

@@ -1,0 +1,99 @@
+"""Mode norms that act as batch norms go back to batch norms, with the same numbers."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import fusion
+
+import modenorm
+from compare import assert_close
+from modenorm import replace_batchnorm, to_batchnorm
+from small_models import BATCHNORMS, images, small_model, trained
+
+
+@pytest.mark.parametrize("per_mode", [False, True], ids=["shared", "per_mode"])
+@pytest.mark.parametrize("num_modes", [1, 2, 3])
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_there_and_back(rank, num_modes, per_mode):
+    original = trained(BATCHNORMS[rank](3, eps=1e-3, momentum=0.2))
+    model = nn.Sequential(original).eval()
+    replace_batchnorm(model, num_modes, per_mode_affine=per_mode)
+    norm = to_batchnorm(model)["0"]
+    assert model[0] is norm
+    assert type(norm) is BATCHNORMS[rank]
+    assert (norm.eps, norm.momentum, norm.training) == (1e-3, 0.2, False)
+    for name, tensor in original.state_dict().items():
+        assert torch.equal(norm.state_dict()[name], tensor), name
+
+
+def test_one_mode_after_training_is_the_same_batch_norm():
+    model, x = small_model().double(), images().double()
+    replace_batchnorm(model, 1)
+    model(x)
+    expected = model.eval()(x)
+    assert list(to_batchnorm(model)) == ["1", "4"]
+    assert_close(model(x), expected, 1e-12)
+
+
+def test_modes_that_differ_are_left():
+    model, x = small_model(), images()
+    replace_batchnorm(model, 2)
+    model(x)
+    model[4].running_mean[1] = model[4].running_mean[0]
+    model[4].running_var[1] = model[4].running_var[0]
+    expected = model.eval()(x)
+    assert list(to_batchnorm(model)) == ["4"]
+    assert type(model[1]) is modenorm.ModeNorm2d
+    assert_close(model(x), expected, 1e-5)
+
+
+@pytest.mark.parametrize("name", ["running_mean", "running_var", "weight", "bias"])
+def test_one_difference_keeps_the_modes(name):
+    model = small_model()
+    layer = replace_batchnorm(model, 2, per_mode_affine=True)["1"]
+    with torch.no_grad():
+        getattr(layer, name)[1, 2] *= 1.01
+    assert list(to_batchnorm(copy.deepcopy(model))) == ["4"]
+    assert list(to_batchnorm(model, tolerance=0.05)) == ["1", "4"]
+
+
+def test_modes_within_the_tolerance_are_averaged():
+    layer = modenorm.ModeNorm2d(3).eval()
+    layer.running_mean[1] = 0.01
+    norm = to_batchnorm(layer, tolerance=0.02)[""]
+    assert_close(norm.running_mean, torch.full((3,), 0.005), 1e-6)
+    assert to_batchnorm(layer, tolerance=0.005) == {}
+
+
+def test_modes_without_running_estimates_are_left():
+    assert to_batchnorm(modenorm.ModeNorm2d(3, track_running_stats=False)) == {}
+    assert list(to_batchnorm(modenorm.ModeNorm2d(3, 1, track_running_stats=False))) == [""]
+
+
+def test_frozen_statistics_are_mentioned_on_the_way_back():
+    model = small_model()
+    replace_batchnorm(model, 1)
+    modenorm.freeze_statistics(model)
+    with pytest.warns(UserWarning, match="statistics of 1, 4 were frozen"):
+        to_batchnorm(model)
+
+
+def test_a_negative_tolerance():
+    with pytest.raises(ValueError, match="tolerance is -1"):
+        to_batchnorm(small_model(), tolerance=-1)
+
+
+def test_folding_into_the_convolution():
+    model, x = small_model().double(), images().double()
+    replace_batchnorm(model, 1)
+    model(x)
+    expected = model.eval()(x)
+    to_batchnorm(model)
+    folded = nn.Sequential(
+        fusion.fuse_conv_bn_eval(model[0], model[1]),
+        model[2],
+        fusion.fuse_conv_bn_eval(model[3], model[4]),
+    )
+    assert_close(folded(x), expected, 1e-12)
