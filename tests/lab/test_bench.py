@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from typer.testing import CliRunner
 
 import modenorm
-from modenorm.lab.bench import layer
+from modenorm.lab.bench import layer, sparsity
 from modenorm.lab.bench.page import with_tables
+from modenorm.lab.bench.timing import wall_time
 from modenorm.lab.cli import app
 
 ROOT = Path(__file__).parents[2]
@@ -70,6 +72,41 @@ def test_train_command(tmp_path):
     assert f"| MN K=2 | {rows[1]['step_us']:.0f} |" in table
 
 
+def test_train_command_on_a_folder(tmp_path):
+    for number in range(12):
+        part = "val" if number < 4 else "train"
+        path = tmp_path / "images" / part / f"class{number % 2}" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (12, 10), (20 * number, 80, 40)).save(path)
+    output = tmp_path / "folder.jsonl"
+    arguments = ["bench", "train", "--model", "lenet", "--batch", "2", "--parallel", "1"]
+    arguments += ["--folder", str(tmp_path / "images"), "--size", "32", "--steps", "40"]
+    arguments += ["--rounds", "1", "--device", "cpu", "-o", str(output)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [(row["norm"], row["images"]) for row in rows] == [("bn", "images"), ("mn2", "images")]
+    assert rows[1]["speed_to_first"] == pytest.approx(rows[0]["step_us"] / rows[1]["step_us"])
+    table = with_tables("<!-- table train folder.jsonl --><!-- end -->", tmp_path)
+    assert "files of images | MN K=2" in table
+
+
+def test_sparsity_command(tmp_path, monkeypatch):
+    monkeypatch.setattr(sparsity, "TURNS", 1)
+    monkeypatch.setattr(sparsity, "device_time", lambda step, _: wall_time(step, 0.001))
+    output = tmp_path / "sparsity.jsonl"
+    result = CliRunner().invoke(app, ["bench", "sparsity", "--model", "lenet", "-o", str(output)])
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [row["method"] for row in rows] == ["entropy", "switch"]
+    for row in rows:
+        more = 100 * (row["penalty_us"] / row["plain_us"] - 1)
+        assert row["percent_of_step"] == pytest.approx(more)
+        assert row["percent_of_training"] == pytest.approx(more / 16)
+    table = with_tables("<!-- table sparsity sparsity.jsonl --><!-- end -->", tmp_path)
+    assert "lenet, N=128, 32², float32, MN K=8 | switch |" in table
+
+
 def test_train_command_refuses(tmp_path):
     for arguments, message in (
         (["--model", "alexnet"], "unknown model 'alexnet': expected lenet"),
@@ -112,7 +149,9 @@ def test_sync_command(tmp_path):
     assert row.keys() >= {"device", "torch", "commit", "date", "backend"}
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/kernels.md", "docs/scaling.md"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "docs/kernels.md", "docs/scaling.md", "docs/automatic_modes.md"]
+)
 def test_pages_show_the_measured_results(name):
     page = (ROOT / name).read_text()
     assert "<!-- table" in page

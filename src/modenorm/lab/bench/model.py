@@ -5,7 +5,7 @@ ResNet-50 comes from torchvision where it can be imported, ResNet18 from the lab
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from modenorm.lab.bench.names import split_name
 from modenorm.lab.bench.timing import peak_memory, wall_time
 from modenorm.lab.models import create_model
 
-__all__ = ["measure_model", "model_names"]
+__all__ = ["measure_model", "model_names", "network", "training_step"]
 
 NORMS = ("bn", "mn2", "mn8", "mgn2")
 
@@ -55,7 +55,8 @@ def measure_model(
                 "size": size,
                 "dtype": dtype,
             }
-            step = _training_step(_network(name, norm).to(device), images, labels, dtype, mode)
+            model = network(name, norm).to(device)
+            step = training_step(model, images, labels, dtype, compiled=mode)
             row["step_us"] = wall_time(step, 1.5)
             row["peak_bytes"] = peak_memory(step)
             row["images_per_s"] = batch / row["step_us"] * 1e6
@@ -67,11 +68,12 @@ def measure_model(
             torch.compiler.reset()
 
 
-def _network(name: str, norm: str) -> nn.Module:
+def network(name: str, norm: str, num_classes: int = 1000) -> nn.Module:
+    """A network with a norm such as mn2, channels_last."""
     kind, modes = split_name(norm)
     torch.manual_seed(0)
     if name != "resnet50":
-        model = create_model(name, num_classes=1000, norm=kind, modes=modes)
+        model = create_model(name, num_classes=num_classes, norm=kind, modes=modes)
     else:
         from torchvision.models import resnet50
 
@@ -80,19 +82,29 @@ def _network(name: str, norm: str) -> nn.Module:
             "mn": lambda channels: modenorm.ModeNorm2d(channels, modes),
             "mgn": lambda channels: modenorm.ModeGroupNorm(channels, modes),
         }
-        model = resnet50(norm_layer=layers[kind])
+        model = resnet50(norm_layer=layers[kind], num_classes=num_classes)
     return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
-def _training_step(
-    model: nn.Module, images: Tensor, labels: Tensor, dtype: str, compiled: bool
-) -> Any:
+def training_step(
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    dtype: str,
+    *,
+    compiled: bool = False,
+    penalty: nn.Module | None = None,
+) -> Callable[[], None]:
+    """Forward, backward and update, with a penalty on the loss if there is one."""
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9, fused=images.is_cuda)
     forward = torch.compile(model) if compiled else model
+    kind = getattr(torch, dtype)
 
     def step() -> None:
-        with torch.autocast(images.device.type, getattr(torch, dtype)):
+        with torch.autocast(images.device.type, kind, enabled=kind != torch.float32):
             loss = nn.functional.cross_entropy(forward(images), labels)
+        if penalty is not None:
+            loss = loss + penalty()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

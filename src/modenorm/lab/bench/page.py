@@ -145,18 +145,42 @@ def _train_table(rows: list[Row]) -> str:
     header += ["mode log, % of training"]
     lines = [
         [
-            f"{row['model']}, N={row['batch']}, {row['size']}², {row['dtype']}, "
-            f"{row['parallel']} side by side",
+            _training_name(row),
             _name(row["norm"]),
             _us(row["step_us"]),
             f"{row['images_per_s']:.0f}",
             _ratio(row["speed_to_first"]),
-            _ratio(row["record_gates_percent"]),
-            _ratio(row["log_modes_percent_of_training"]),
+            _ratio(row.get("record_gates_percent")),
+            _ratio(row.get("log_modes_percent_of_training")),
         ]
         for row in rows
     ]
     return _markdown(header, lines) + "\n\n" + _conditions(rows)
+
+
+def _sparsity_table(rows: list[Row]) -> str:
+    """What the penalty on modes costs."""
+    header = ["training step", "method", "step µs", "with the penalty", "% more", "% of trainings"]
+    lines = [
+        [
+            f"{row['model']}, N={row['batch']}, {row['size']}², {row['dtype']}, "
+            f"{_name(row['norm'])}",
+            row["method"],
+            _us(row["plain_us"]),
+            _us(row["penalty_us"]),
+            f"{row['percent_of_step']:.1f}",
+            f"{row['percent_of_training']:.2f}",
+        ]
+        for row in rows
+    ]
+    return _markdown(header, lines) + "\n\n" + _conditions(rows)
+
+
+def _training_name(row: Row) -> str:
+    name = f"{row['model']}, N={row['batch']}, {row['size']}², {row['dtype']}, "
+    if row.get("images", "noise") != "noise":
+        return name + f"files of {row['images']}"
+    return name + f"{row['parallel']} side by side"
 
 
 TABLES: dict[str, Callable[[list[Row]], str]] = {
@@ -164,6 +188,7 @@ TABLES: dict[str, Callable[[list[Row]], str]] = {
     "eager": _eager_table,
     "headline": _headline_table,
     "model": _model_table,
+    "sparsity": _sparsity_table,
     "sync": _sync_table,
     "train": _train_table,
 }

@@ -1,7 +1,8 @@
 """The laboratory's own trainings: time of a step, of an evaluation, and of watching the modes.
 
 The step is the one of `modenorm train`, through `train_many`: captured as a CUDA graph on a GPU,
-several trainings side by side. Images are noise; what they show does not change the speed.
+several trainings side by side. Images are noise; what they show does not change the speed. Or they
+are the files of an image folder, decoded while they are needed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from modenorm.lab.training.checkpoint import build_model
 from modenorm.lab.training.evaluate import count_errors
 from modenorm.lab.training.runner import choose_device
 from modenorm.lab.training.sources import SharedData
-from modenorm.lab.training.trainer import CHUNK
+from modenorm.lab.training.trainer import CHUNK, SHORT_CHUNK
 from modenorm.lab.training.usage import ModeUsage
 from modenorm.modes import record_gates
 
@@ -50,6 +51,7 @@ class TrainCase:
         classes: Number of classes.
         steps_per_evaluation: Distance between evaluations in the paper's recipe.
         images: Training images at most; as many test images, but at most 10,000.
+        folder: Images to stream, in place of noise.
     """
 
     settings: dict[str, Any]
@@ -58,12 +60,16 @@ class TrainCase:
     classes: int
     steps_per_evaluation: int
     images: int = 50_000
+    folder: Path | None = None
 
     def config(self, norm: str, steps: int, seed: int = 0) -> TrainConfig:
         """One of the trainings."""
         kind, count = split_name(norm)
+        source: dict[str, Any] = {"dataset": "noise"}
+        if self.folder:
+            source = {"dataset": f"folder:{self.folder}", "stream": True, "image_size": self.size}
         return TrainConfig(
-            dataset="noise",
+            **source,
             norm=kind,
             modes=count,
             groups=count,
@@ -75,10 +81,13 @@ class TrainCase:
             **self.settings,
         )
 
-    def data(self) -> DataSet:
-        """Noise to train and to evaluate on."""
+    def data(self) -> dict[str, DataSet]:
+        """Noise to train and to evaluate on, by its name; nothing for a folder."""
+        if self.folder:
+            return {}
         count = min(self.images, PIXEL_BYTES // (3 * self.size**2))
-        return DataSet("noise", self._images(count), self._images(min(count, 10_000)))
+        noise = DataSet("noise", self._images(count), self._images(min(count, 10_000)))
+        return {"noise": noise}
 
     def _images(self, count: int) -> ImageSet:
         generator = torch.Generator().manual_seed(count)
@@ -117,8 +126,9 @@ def measure_training(
         device: "cuda", "cpu", or None for the best there is.
     """
     target, norms = choose_device(device), list(norms)
-    if steps <= 2 * CHUNK[target.type]:
-        raise ValueError(f"steps is {steps}, but must exceed {2 * CHUNK[target.type]}: set --steps")
+    least = 2 * (SHORT_CHUNK if case.folder else CHUNK[target.type])
+    if steps <= least:
+        raise ValueError(f"steps is {steps}, but must exceed {least}: set --steps")
     data = case.data()
     rates = dict.fromkeys(norms, 0.0)
     for _ in range(rounds):
@@ -131,16 +141,17 @@ def measure_training(
             "dtype": case.settings.get("dtype", "float32"),
             "size": case.size,
             "parallel": case.parallel,
+            "images": case.folder.name if case.folder else "noise",
             "norm": norm,
             "step_us": step_us,
             "images_per_s": rates[norm],
             "speed_to_first": rates[norm] / rates[norms[0]],
-            **_evaluation(case, norm, step_us, data, target),
+            **({} if case.folder else _evaluation(case, norm, step_us, data, target)),
         }
 
 
 def _images_per_second(
-    case: TrainCase, norm: str, steps: int, data: DataSet, device: torch.device
+    case: TrainCase, norm: str, steps: int, data: dict[str, DataSet], device: torch.device
 ) -> float:
     """Of all trainings together, while all of them are in progress."""
     seen: dict[int, list[tuple[float, int]]] = {}
@@ -154,7 +165,7 @@ def _images_per_second(
         train_many(
             [case.config(norm, steps, seed) for seed in range(case.parallel)],
             Path(folder),
-            data={"noise": data},
+            data=data,
             device=device,
             parallel=case.parallel,
             checkpoint_every=1e9,
@@ -167,11 +178,11 @@ def _images_per_second(
 
 
 def _evaluation(
-    case: TrainCase, norm: str, step_us: float, data: DataSet, device: torch.device
+    case: TrainCase, norm: str, step_us: float, data: dict[str, DataSet], device: torch.device
 ) -> dict[str, float]:
     """Time of an evaluation, and what recording gates and logging modes add to it, in percent."""
     config = case.config(norm, 1)
-    placed = SharedData(device, None, {"noise": data}).get(config)
+    placed = SharedData(device, None, data).get(config)
     model = build_model(config, case.classes, torch.Generator().manual_seed(0)).to(device)
     if config.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

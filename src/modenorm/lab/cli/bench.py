@@ -1,4 +1,4 @@
-"""`modenorm bench layer|model|sync|train`: how long norms take, beside torch's and the floor."""
+"""`modenorm bench`: how long norms and trainings take, beside torch's norms and the floor."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rich.table import Table
 from modenorm.lab.bench.layer import CPU_SHAPES, GPU_SHAPES, Case, measure, norm_names
 from modenorm.lab.bench.model import measure_model, model_names
 from modenorm.lab.bench.page import with_tables
+from modenorm.lab.bench.sparsity import SPARSITY_CASES, measure_sparsity
 from modenorm.lab.bench.sync import SYNC_CASES, measure_sync
 from modenorm.lab.bench.train import CASES, measure_training
 from modenorm.lab.provenance import provenance
@@ -23,7 +24,8 @@ from modenorm.lab.training.runner import choose_device
 
 app = typer.Typer(help="Measure speed and memory against torch's norms.", no_args_is_help=True)
 
-PAGES = [Path("README.md"), Path("docs/kernels.md"), Path("docs/scaling.md")]
+DOCS = ("kernels.md", "scaling.md", "automatic_modes.md")
+PAGES = [Path("README.md"), *map(Path("docs").joinpath, DOCS)]
 LAYER_COLUMNS = {
     "device_us": "device µs",
     "to_bn": "× BN",
@@ -49,7 +51,12 @@ TRAIN_COLUMNS = {
     "log_modes_percent_of_eval": "log modes % of eval",
     "log_modes_percent_of_training": "% of training",
 }
-
+SPARSITY_COLUMNS = {
+    "plain_us": "step µs",
+    "penalty_us": "with the penalty",
+    "percent_of_step": "% of a step",
+    "percent_of_training": "% of the training",
+}
 SYNC_COLUMNS = {"local_us": "own µs", "shared_us": "shared µs", "bytes": "bytes given by a rank"}
 
 
@@ -134,6 +141,9 @@ def train_command(
     size: int | None = typer.Option(None, min=8, help="Side of the images, such as 224."),
     parallel: int | None = typer.Option(None, min=1, help="Trainings side by side."),
     images: int | None = typer.Option(None, min=1, help="Images to train on at most."),
+    folder: Path | None = typer.Option(
+        None, help="Decode these images (train/CLASS, val/CLASS) instead of training on noise."
+    ),
     steps: int = typer.Option(2560, help="Steps of every training."),
     rounds: int = typer.Option(3, min=1, help="How often each norm has its turn."),
     device: str | None = typer.Option(None, help="cuda or cpu; the GPU if there is one."),
@@ -155,16 +165,47 @@ def train_command(
     for name in models:
         case = CASES[name]
         settings = case.settings | ({"batch": batch} if batch else {})
-        changes = {"parallel": parallel, "size": size, "images": images}
+        changes: dict[str, Any] = {
+            "parallel": parallel,
+            "size": size,
+            "images": images,
+            "folder": folder,
+        }
         given = {field: value for field, value in changes.items() if value is not None}
         case = dataclasses.replace(case, settings=settings, **given)
         measured = measure_training(case, norms, steps=steps, rounds=rounds, device=where)
         found = list(_with_provenance(measured, where))
         title = f"{name}, N={settings['batch']}, {case.size}×{case.size}, {found[0]['dtype']}, "
-        title += f"{case.parallel} side by side"
+        title += f"files of {folder.name}" if folder else f"{case.parallel} side by side"
         console.print(_table(title, found, TRAIN_COLUMNS))
         rows += found
         _write(output, rows)
+
+
+@app.command("sparsity")
+def sparsity_command(
+    models: list[str] = typer.Option(
+        [], "--model", help=f"Of {', '.join(case.model for case in SPARSITY_CASES)}."
+    ),
+    output: Path | None = typer.Option(None, "--output", "-o", help="JSON lines to write."),
+) -> None:
+    """A training step with the penalty on modes, and without it.
+
+    Trainings have the penalty in every 16th step: what it costs them is the last column. On a CPU
+    only lenet is measured unless others are named.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    known = [case.model for case in SPARSITY_CASES]
+    names = models or (known if device == "cuda" else ["lenet"])
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"unknown model {unknown[0]!r}: expected {', '.join(known)}")
+    console = Console()
+    _report_conditions(console, device)
+    cases = [case for case in SPARSITY_CASES if case.model in names]
+    rows = list(_with_provenance(measure_sparsity(cases, device=device), device))
+    shown = [row | {"norm": f"{row['model']} {row['norm']}, {row['method']}"} for row in rows]
+    console.print(_table("penalty on modes", shown, SPARSITY_COLUMNS))
+    _write(output, rows)
 
 
 @app.command("page")
