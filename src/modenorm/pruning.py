@@ -25,13 +25,8 @@ from modenorm.convert import to_batchnorm
 from modenorm.findings import DEAD_SHARE
 from modenorm.kernels import plain
 from modenorm.layers import ModeGroupNorm, ModeNorm
-from modenorm.modes import (
-    SMALLEST_GATE,
-    evaluating,
-    listening,
-    mode_layers,
-    statistics_distances,
-)
+from modenorm.modes import SMALLEST_GATE, evaluating, statistics_distances
+from modenorm.recording import listening, mode_layers
 from modenorm.resizing import combine_modes, group_weights, last_linear, merged_statistics
 
 if TYPE_CHECKING:
