@@ -145,6 +145,24 @@ def test_a_compiled_model_is_recorded():
     assert len(gates["1"]) == 1
 
 
+def test_recording_compiles_nothing():
+    model, x = small_model().eval(), torch.randn(4, 3, 8, 8)
+    graphs = []
+
+    def count(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model, backend=count, fullgraph=True)
+    compiled(x)
+    with record_gates(model) as gates:
+        for _ in range(12):  # more than Dynamo would compile
+            compiled(x)
+    compiled(x)
+    assert len(gates["1"]) == 12
+    assert len(graphs) == 1
+
+
 def test_memory_is_bounded_and_what_is_kept_is_spread_over_the_recording():
     layer, limit = ModeGroupNorm(10, 2), 2000
     with record_gates(layer, limit) as gates:

@@ -6,9 +6,11 @@ Letters: N samples, C channels, K modes.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from modenorm.buffers import recomputing
@@ -125,8 +127,8 @@ def record_gates(model: nn.Module, limit: int = DEFAULT_LIMIT) -> Iterator[GateR
     """Record the gates of every mode norm and mode group norm during the `with` block.
 
     The model, its outputs and gradients stay as they are. Gates are kept detached on their device,
-    so nothing waits for it. Recordings may be nested. A replayed CUDA graph calls no Python, so
-    nothing of it is recorded: run the model itself.
+    so nothing waits for it. Recordings may be nested. A compiled model runs uncompiled meanwhile. A
+    replayed CUDA graph calls no Python, so nothing of it is recorded: run the model itself.
 
     Args:
         model: Any model.
@@ -146,5 +148,13 @@ def record_gates(model: nn.Module, limit: int = DEFAULT_LIMIT) -> Iterator[GateR
         raise ValueError(f"limit is {limit}; it must be at least 1 value per layer")
     recording = GateRecording(limit)
     layers = mode_layers(model).items()
-    with listening([(layer, recording._listener(name)) for name, layer in layers]):
+    heard = [(layer, recording._listener(name)) for name, layer in layers]
+    with _uncompiled(), listening(heard):
         yield recording
+
+
+def _uncompiled() -> contextlib.AbstractContextManager[object]:
+    """Run compiled models as they are written: every entry of a list would compile them again."""
+    if "torch._dynamo" not in sys.modules:  # then nothing is compiled, and importing it takes long
+        return contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager")
