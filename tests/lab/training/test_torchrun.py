@@ -1,6 +1,7 @@
 """Two processes that train together: the same numbers, one voice, and an end without a hang."""
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -194,6 +195,15 @@ def test_killed_ranks_and_the_restarts(folder: Path, tmp_path: Path) -> None:
     assert parent.returncode == 0, errors
     assert errors.count("exitcode: -9") == 2
     same_end(run, Run.of(recipe(**MORTAL), folder / "two"))
+
+
+def test_a_worker_does_not_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it would if it imported a program that trains without asking for its name."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    with pytest.raises(ValueError, match=r'put .* under `if __name__ == "__main__":`'):
+        train(fake_config(), Path("nowhere"), data=fake_data(), device="cpu")
 
 
 def test_shares_are_everything_once() -> None:
