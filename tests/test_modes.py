@@ -5,15 +5,18 @@ import copy
 import json
 import math
 import statistics
+import sys
 import time
+from collections import Counter
 
 import pytest
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-from modenorm import ModeGroupNorm, ModeNorm1d, ModeNorm2d, mode_report, record_gates
-from modenorm.modes import GateRecording, effective_size, mutual_information, statistics_distances
+from modenorm import ModeGroupNorm, ModeNorm1d, ModeNorm2d, mode_report, record_gates, recording
+from modenorm.modes import effective_size, mutual_information, statistics_distances
 
 torch.set_num_threads(1)
 
@@ -142,6 +145,24 @@ def test_a_compiled_model_is_recorded():
     assert len(gates["1"]) == 1
 
 
+def test_recording_compiles_nothing():
+    model, x = small_model().eval(), torch.randn(4, 3, 8, 8)
+    graphs = []
+
+    def count(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model, backend=count, fullgraph=True)
+    compiled(x)
+    with record_gates(model) as gates:
+        for _ in range(12):  # more than Dynamo would compile
+            compiled(x)
+    compiled(x)
+    assert len(gates["1"]) == 12
+    assert len(graphs) == 1
+
+
 def test_memory_is_bounded_and_what_is_kept_is_spread_over_the_recording():
     layer, limit = ModeGroupNorm(10, 2), 2000
     with record_gates(layer, limit) as gates:
@@ -168,6 +189,78 @@ def test_a_model_without_modes_records_nothing():
     assert gates == {}
 
 
+def operators(function) -> Counter:
+    """How often each of torch's operators is called."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        function()
+    names = (event.name for event in profiler.events())
+    return Counter(name for name in names if name.startswith("aten::"))
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("norm", [ModeNorm2d, ModeGroupNorm])
+def test_operators_that_recording_adds(norm, training, autocast, backend):
+    """None where no gradient is wanted, else one detach for every layer and forward."""
+    model, forwards = small_model(norm).train(training), 3
+    x = torch.randn(4, 3, 8, 8).to(memory_format=torch.channels_last)
+
+    def run():
+        with (
+            torch.set_grad_enabled(training),
+            torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+        ):
+            for _ in range(forwards):
+                model(x)
+
+    def record():
+        with record_gates(model):
+            run()
+
+    run()
+    plain = operators(run)
+    assert sum(plain.values()) > 2 * forwards
+    added = operators(record)
+    added.subtract(plain)
+    detached = 2 * forwards if training else 0
+    assert {name: count for name, count in added.items() if count} == (
+        {"aten::detach": detached} if detached else {}
+    )
+
+
+def test_a_kept_forward_costs_few_python_calls():
+    """Calls into the recorder, and from it, for every layer and forward."""
+    layer, gates, calls = ModeNorm2d(3), torch.full((8, 2), 0.5), []
+    with record_gates(layer) as recorded:
+        layer.gate_listener(gates)
+        sys.setprofile(lambda frame, event, _: calls.append(event))
+        for _ in range(10):
+            layer.gate_listener(gates)
+        sys.setprofile(None)
+    assert len(recorded[""]) == 11
+    assert len([event for event in calls if event in ("call", "c_call")]) <= 10 * 10
+
+
+def test_gates_of_inference_mode_are_recorded():
+    model, x = small_model().eval(), torch.randn(4, 3, 8, 8)
+    with record_gates(model) as gates, torch.inference_mode():
+        model(x)
+    with record_gates(model) as expected, torch.no_grad():
+        model(x)
+    torch.testing.assert_close(gates["4"][0].clone(), expected["4"][0])
+
+
+def test_what_is_kept_is_not_changed_by_later_forwards():
+    model, parts = small_model().eval(), torch.randn(3, 4, 3, 8, 8)
+    with record_gates(model) as gates, torch.no_grad():
+        for x in parts:
+            model(x)
+    for i, x in enumerate(parts):
+        with record_gates(model) as alone, torch.no_grad():
+            model(x)
+        assert torch.equal(gates["1"][i], alone["1"][0])
+
+
 @pytest.mark.parametrize("norm", ["mn", "mgn"])
 def test_recording_costs_at_most_5_percent_of_an_evaluation(norm, monkeypatch):
     """Time spent in the recorder, as a share of the same evaluation.
@@ -177,14 +270,14 @@ def test_recording_costs_at_most_5_percent_of_an_evaluation(norm, monkeypatch):
     from modenorm.lab.models import create_model
 
     model = create_model("resnet20", num_classes=10, norm=norm).eval()
-    x, spent, add = torch.randn(64, 3, 32, 32), [], GateRecording._add
+    x, spent, add = torch.randn(64, 3, 32, 32), [], recording._Track.add
 
     def timed(*arguments):
         began = time.perf_counter()
         add(*arguments)
         spent.append(time.perf_counter() - began)
 
-    monkeypatch.setattr(GateRecording, "_add", timed)
+    monkeypatch.setattr(recording._Track, "add", timed)
     with record_gates(model), torch.no_grad():
         model(x)
         spent.clear()

@@ -20,8 +20,9 @@ from modenorm import mixing
 from modenorm.findings import DEAD_SHARE
 from modenorm.kernels import plain
 from modenorm.layers import ModeGroupNorm, ModeNorm
-from modenorm.modes import SMALLEST_GATE, listening, statistics_distances
+from modenorm.modes import SMALLEST_GATE, statistics_distances
 from modenorm.pruning_report import LayerPruning
+from modenorm.recording import listening
 from modenorm.resizing import combine_modes, group_weights, last_linear, merged_statistics
 
 __all__ = ["LayerView", "Stop", "furthest", "watching"]

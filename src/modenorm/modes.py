@@ -1,4 +1,4 @@
-"""See the modes: record every layer's gates, and measure what the modes are used for.
+"""Measure what the modes are used for.
 
 Letters: N samples, C channels, K modes. Entropy and information are in bits.
 """
@@ -13,120 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modenorm.buffers import recomputing
 from modenorm.findings import LayerReport, ModeReport
-from modenorm.layers import GateListener, ModeGroupNorm, ModeNorm
+from modenorm.layers import ModeGroupNorm, ModeNorm
 from modenorm.mixing import batch_statistics
+from modenorm.recording import listening, mode_layers
 
-__all__ = ["GateRecording", "mode_layers", "mode_report", "record_gates"]
+__all__ = ["mode_report"]
 
-DEFAULT_LIMIT = 2**20
-ENTRY = 128  # what a kept tensor costs beside its values, counted in values
 SMALLEST_GATE = 1e-30
 LN2 = math.log(2)
-
-
-class GateRecording(dict[str, list[Tensor]]):
-    """Layer name → gates of each recorded forward: (N, K) of mode norms, (N, C, K) of group ones.
-
-    Args:
-        limit: Most values kept of one layer.
-
-    Attributes:
-        steps: Layer name → which forwards, counted from 0, the entries belong to.
-    """
-
-    def __init__(self, limit: int) -> None:
-        super().__init__()
-        self.steps: dict[str, list[int]] = {}
-        self._limit = limit
-        self._seen: dict[str, int] = {}
-        self._stride: dict[str, int] = {}
-        self._size: dict[str, int] = {}
-
-    def _add(self, name: str, gates: Tensor) -> None:
-        step = self._seen.get(name, 0)
-        self._seen[name] = step + 1
-        stride = self._stride.setdefault(name, 1)
-        kept, steps = self.setdefault(name, []), self.steps.setdefault(name, [])
-        if step % stride:
-            return
-        every = max(1, -(-gates.numel() // self._limit))
-        kept.append(gates.detach() if every == 1 else gates.detach()[::every].clone())
-        steps.append(step)
-        self._size[name] = self._size.get(name, 0) + kept[-1].numel() + ENTRY
-        while len(kept) > 1 and self._size[name] > self._limit:
-            self._stride[name] *= 2
-            chosen = [i for i, s in enumerate(steps) if s % self._stride[name] == 0]
-            kept[:], steps[:] = [kept[i] for i in chosen], [steps[i] for i in chosen]
-            self._size[name] = sum(entry.numel() + ENTRY for entry in kept)
-
-
-def mode_layers(model: nn.Module) -> dict[str, ModeNorm | ModeGroupNorm]:
-    """The model's mode norms and mode group norms by name, in the order of definition."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, ModeNorm | ModeGroupNorm)
-    }
-
-
-@contextlib.contextmanager
-def listening(listeners: Iterable[tuple[nn.Module, GateListener]]) -> Iterator[None]:
-    """Add listeners to layers; those that were there before go on hearing, and return at the end.
-
-    A forward that activation checkpointing repeats is not heard again.
-    """
-
-    def both(before: GateListener | None, new: GateListener) -> GateListener:
-        def listen(gates: Tensor) -> None:
-            if before is not None:
-                before(gates)
-            if not recomputing():
-                new(gates)
-
-        return listen
-
-    with contextlib.ExitStack() as stack:
-        for layer, listener in listeners:
-            before: Any = layer.gate_listener
-            stack.callback(setattr, layer, "gate_listener", before)
-            layer.gate_listener = both(before, listener)  # type: ignore[assignment]
-        yield
-
-
-@contextlib.contextmanager
-def record_gates(model: nn.Module, limit: int = DEFAULT_LIMIT) -> Iterator[GateRecording]:
-    """Record the gates of every mode norm and mode group norm during the `with` block.
-
-    The model, its outputs and gradients stay as they are. Gates are kept detached on their device,
-    so nothing waits for it. Recordings may be nested. A replayed CUDA graph calls no Python, so
-    nothing of it is recorded: run the model itself.
-
-    Args:
-        model: Any model.
-        limit: Most values kept of one layer. When more arrive, every second forward is forgotten,
-            so what is kept stays spread over the whole recording (`steps` tells which forwards);
-            of a single forward beyond the limit, evenly spaced samples are kept.
-
-    Example:
-        >>> import modenorm
-        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), modenorm.ModeNorm2d(8, num_modes=4))
-        >>> with record_gates(model) as gates:
-        ...     y = model(torch.randn(16, 3, 8, 8))
-        >>> {name: [g.shape for g in seen] for name, seen in gates.items()}
-        {'1': [torch.Size([16, 4])]}
-    """
-    if limit < 1:
-        raise ValueError(f"limit is {limit}; it must be at least 1 value per layer")
-    recording = GateRecording(limit)
-
-    def listener(name: str) -> GateListener:
-        return lambda gates: recording._add(name, gates)
-
-    layers = mode_layers(model).items()
-    with listening([(layer, listener(name)) for name, layer in layers]):
-        yield recording
 
 
 @torch.no_grad()

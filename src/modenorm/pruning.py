@@ -16,8 +16,9 @@ from torch.optim import Optimizer
 
 from modenorm.convert import to_batchnorm
 from modenorm.fewer_modes import LayerView, furthest, watching
-from modenorm.modes import evaluating, mode_layers
+from modenorm.modes import evaluating
 from modenorm.pruning_report import LayerPruning, Pruning
+from modenorm.recording import mode_layers
 
 __all__ = ["DEFAULT_TOLERANCE", "LayerPruning", "Pruning", "prune_modes"]
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from modenorm.checks import check_choice
 from modenorm.layers import GateListener, ModeNorm
-from modenorm.modes import SMALLEST_GATE, listening, mode_layers
+from modenorm.modes import SMALLEST_GATE
+from modenorm.recording import listening, mode_layers
 from modenorm.resizing import last_linear
 
 __all__ = ["DEFAULT_STRENGTH", "METHODS", "ModeSparsity"]

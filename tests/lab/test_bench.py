@@ -1,5 +1,6 @@
 """The benchmark's command, its refusal of wrong kernels, and the page built from its results."""
 
+import gc
 import json
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from typer.testing import CliRunner
 import modenorm
 from modenorm.lab.bench import layer, sparsity
 from modenorm.lab.bench.page import with_tables
-from modenorm.lab.bench.timing import wall_time
+from modenorm.lab.bench.timing import alternating, extra, wall_time
 from modenorm.lab.cli import app
 
 ROOT = Path(__file__).parents[2]
@@ -171,6 +172,26 @@ def test_tables_are_built_from_files(tmp_path):
     assert "old" not in text
     assert with_tables(text, tmp_path) == text
     assert "not measured" in with_tables("<!-- table layer b.jsonl --><!-- end -->", tmp_path)
+
+
+def test_a_small_difference_is_found_among_large_variations():
+    """Every step's time wanders by a thousand; the second one takes ten more each time."""
+    drift = torch.rand(400, generator=torch.Generator().manual_seed(0)).double() * 1000
+    noise = torch.randn(2, 400, generator=torch.Generator().manual_seed(1)).double()
+    base, times = (drift + noise[0]).tolist(), (drift + 10 + noise[1]).tolist()
+    found = extra(times, base)
+    assert abs(found.value - 10) <= found.within < 1
+    few = extra([3.0, 9.0, 4.0], [1.0, 2.0, 3.0])
+    assert few == (2.0, 3.0)
+
+
+def test_turns_alternate():
+    order: list[int] = []
+    steps = [lambda i=i: order.append(i) for i in range(3)]
+    times = alternating(steps, seconds=1.0, turns=4)
+    assert order == [0, 1, 2, *(0, 1, 2, 2, 1, 0) * 2]
+    assert [len(found) for found in times] == [4] * 3
+    assert gc.isenabled()
 
 
 def test_device_time_is_positive():

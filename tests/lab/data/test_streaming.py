@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import distributed
 
 from modenorm.lab.data import DataError, Listing, index_folder, streaming
 from modenorm.lab.data.loader import SampleStream
@@ -19,6 +20,7 @@ from modenorm.lab.data.streaming import (
     Place,
     StreamedImages,
     StreamLoader,
+    Wanted,
 )
 
 CPU = torch.device("cpu")
@@ -80,8 +82,9 @@ def test_shares_and_later_starts_are_the_same_samples(listing: Listing) -> None:
 
 
 def test_a_sample_differs_from_epoch_to_epoch(listing: Listing) -> None:
-    files = ImageFiles(listing, 16, seed=0)
-    images, labels = files.__getitems__([Place(4, epoch) for epoch in range(20)])
+    files, path = ImageFiles(16, seed=0), os.fsencode(listing.paths[4])
+    wanted = [Wanted(Place(4, epoch), path, listing.labels[4]) for epoch in range(20)]
+    images, labels = files.__getitems__(wanted)
     assert labels.tolist() == [listing.labels[4]] * 20
     assert len({image.numpy().tobytes() for image in images}) == 20
     # red rises from left to right, unless the picture is flipped
@@ -118,6 +121,16 @@ def test_a_broken_file_is_named_in_one_sentence(tmp_path: Path, workers: int) ->
     with pytest.raises(DataError, match=r"broken\.jpg: expected a complete image") as error:
         list(data.batches(1))
     assert "Traceback" not in str(error.value)
+
+
+def test_a_process_that_trains_with_others_is_not_forked() -> None:
+    """A fork while a thread of its process group holds one of Python's locks hangs the child."""
+    options = {"store": distributed.HashStore(), "rank": 0, "world_size": 1}
+    distributed.init_process_group("gloo", **options)
+    try:
+        assert streaming._context().get_start_method() == "forkserver"
+    finally:
+        distributed.destroy_process_group()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

@@ -90,9 +90,9 @@ def main(folder: Path) -> None:
     os.chdir(folder / f"rank{rank}")
     for name, config in (("uneven", UNEVEN), ("per rank", PER_RANK), ("dropout", DROPOUT)):
         found[name] = train(config, runs, data=fake_data(), device="cpu")
-    found["streamed"] = train(streamed("images"), runs, device="cpu", workers=1)
+    found["streamed"] = train(streamed("images"), runs, device="cpu", workers=0)
     found["closed"] = closed_state(runs)
-    train(recipe(**MORTAL), runs, device="cpu", workers=1)
+    train(recipe(**MORTAL), runs, device="cpu", workers=0)
     try:
         train(STOPPED, runs, data=fake_data(), device="cpu", listener=stop)
     except KeyboardInterrupt:

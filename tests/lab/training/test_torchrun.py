@@ -1,6 +1,7 @@
 """Two processes that train together: the same numbers, one voice, and an end without a hang."""
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from modenorm.lab.training.ranks import Ranks
 
 HERE = Path(__file__).parent
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+SECONDS = 120  # for what takes ten
 
 
 def torchrun(*arguments: str, ranks: int = 2) -> list[str]:
@@ -144,43 +146,64 @@ def test_every_rank_is_told_at_once(found: list[dict[str, Any]], case: str, mess
         assert found[rank][case]["seconds"] < 5
 
 
-def rank_1_of(parent: int) -> int | None:
-    """The process that torchrun started as rank 1."""
+def process_of(rank: int, parent: int) -> int | None:
+    """The process that torchrun started as a rank."""
+    mark = f"\0RANK={rank}\0".encode()
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             ppid = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            if ppid == parent and b"\0RANK=1\0" in (entry / "environ").read_bytes():
+            if ppid == parent and mark in (entry / "environ").read_bytes():
                 return int(entry.name)
         except OSError:
             continue
     return None
 
 
+def kill_at_next_checkpoint(rank: int, parent: subprocess.Popen[str], checkpoint: Path) -> None:
+    def written() -> int:
+        return checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0
+
+    before, deadline = written(), time.monotonic() + SECONDS
+    while written() == before and parent.poll() is None:
+        assert time.monotonic() < deadline, f"no checkpoint within {SECONDS} s"
+        time.sleep(0.01)
+    victim = process_of(rank, parent.pid)
+    assert victim is not None
+    os.kill(victim, signal.SIGKILL)
+
+
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
-def test_a_killed_rank_and_the_restart(folder: Path, tmp_path: Path) -> None:
-    """SIGKILL in the middle: torchrun starts all ranks again, from the last checkpoint."""
+def test_killed_ranks_and_the_restarts(folder: Path, tmp_path: Path) -> None:
+    """SIGKILL of rank 1, then of rank 0: torchrun starts all again, from the last checkpoint."""
     arguments = ["-m", "modenorm", "train", "--device", "cpu", "--workers", "1"]
     arguments += ["--checkpoint-every", "0", "--runs", str(tmp_path)]
     for name, value in MORTAL.items():
         option = "--" + name.replace("_", "-")
         arguments += [option] if value is True else [option, str(value)]
     run = Run.of(recipe(**MORTAL), tmp_path)
-    command = torchrun("--max-restarts=1", "--monitor-interval=0.1", *arguments)
+    command = torchrun("--max-restarts=2", "--monitor-interval=0.1", *arguments)
     with subprocess.Popen(
         command, cwd=folder / "rank0", env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
     ) as parent:
         try:
-            while not run.checkpoint.exists() and parent.poll() is None:
-                time.sleep(0.01)
-            victim = rank_1_of(parent.pid)
-            assert victim is not None
-            os.kill(victim, signal.SIGKILL)
-            _, errors = parent.communicate(timeout=120)
+            kill_at_next_checkpoint(1, parent, run.checkpoint)  # while workers start
+            kill_at_next_checkpoint(0, parent, run.checkpoint)  # half way
+            # ends only when no worker of a killed rank is left that could write
+            _, errors = parent.communicate(timeout=SECONDS)
         finally:
             parent.terminate()  # torchrun then ends its ranks
     assert parent.returncode == 0, errors
-    assert "exitcode: -9" in errors
+    assert errors.count("exitcode: -9") == 2
     same_end(run, Run.of(recipe(**MORTAL), folder / "two"))
+
+
+def test_a_worker_does_not_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it would if it imported a program that trains without asking for its name."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    with pytest.raises(ValueError, match=r'put .* under `if __name__ == "__main__":`'):
+        train(fake_config(), Path("nowhere"), data=fake_data(), device="cpu")
 
 
 def test_shares_are_everything_once() -> None:

@@ -14,7 +14,8 @@ from modenorm.lab.models import create_model
 from modenorm.lab.training import evaluate
 from modenorm.lab.training.evaluate import count_errors
 from modenorm.lab.training.usage import ModeUsage, scalars
-from modenorm.modes import mode_layers, statistics_distances
+from modenorm.modes import statistics_distances
+from modenorm.recording import mode_layers
 
 
 def tell_apart(model: nn.Module) -> None:

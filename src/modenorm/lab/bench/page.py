@@ -150,7 +150,7 @@ def _train_table(rows: list[Row]) -> str:
             _us(row["step_us"]),
             f"{row['images_per_s']:.0f}",
             _ratio(row["speed_to_first"]),
-            _ratio(row.get("record_gates_percent")),
+            _with_error(row.get("record_gates_percent"), row.get("record_gates_percent_within")),
             _ratio(row.get("log_modes_percent_of_training")),
         ]
         for row in rows
@@ -208,6 +208,10 @@ def _us(value: float | None) -> str:
 
 def _ratio(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
+
+
+def _with_error(value: float | None, within: float | None) -> str:
+    return _ratio(value) if within is None else f"{_ratio(value)} ± {_ratio(within)}"
 
 
 def _markdown(header: list[str], lines: list[list[str]]) -> str:

@@ -1,14 +1,20 @@
-"""How long a step takes: device time by CUDA-graph replay, wall time of an eager call, memory."""
+"""How long a step takes: device time by CUDA-graph replay, wall time of an eager call, memory.
+
+And by how much two steps differ, when the difference is smaller than what a single time varies by.
+"""
 
 from __future__ import annotations
 
+import gc
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
-__all__ = ["device_time", "peak_memory", "wall_time"]
+__all__ = ["Difference", "alternating", "device_time", "extra", "peak_memory", "wall_time"]
 
 Step = Callable[[], object]
 
@@ -68,6 +74,64 @@ def wall_time(step: Step, seconds: float = 0.2) -> float:
         _synchronize()
         times.append((time.perf_counter() - start) / calls)
     return min(times) * 1e6
+
+
+class Difference(NamedTuple):
+    """A median difference; the true one lies `within` this distance in 19 of 20 measurements."""
+
+    value: float
+    within: float
+
+
+def alternating(
+    steps: Sequence[Step], seconds: float = 3.0, turns: int = 1000
+) -> list[list[float]]:
+    """Microseconds of wall time of each step in every turn, in turns of alternating order.
+
+    Drifts meet all steps alike, and none always follows the same other one. Python's garbage
+    collector waits, since it would meet whichever step fills its quota.
+
+    Args:
+        steps: What to time; each is done when the device has nothing left to do.
+        seconds: For each step: turns end when all of it is spent, but not before the third.
+        turns: At most.
+    """
+    times: list[list[float]] = [[] for _ in steps]
+    order = list(zip(steps, times, strict=True))
+    for step in steps:
+        wall_once(step)
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        began = time.perf_counter()
+        while len(times[0]) < turns:
+            for step, found in order:
+                found.append(wall_once(step))
+            order.reverse()
+            if len(times[0]) >= 3 and time.perf_counter() - began > seconds * len(steps):
+                break
+    finally:
+        if collecting:
+            gc.enable()
+    return times
+
+
+def extra(times: Sequence[float], base: Sequence[float]) -> Difference:
+    """What a step costs beyond another one of the same turns: the median over the turns."""
+    differences = sorted(a - b for a, b in zip(times, base, strict=True))
+    count = len(differences)
+    away = math.ceil(0.98 * math.sqrt(count))  # ranks around the median, by the binomial law
+    low, high = max(0, count // 2 - away), min(count - 1, (count - 1) // 2 + away)
+    return Difference(statistics.median(differences), (differences[high] - differences[low]) / 2)
+
+
+def wall_once(step: Step) -> float:
+    """Microseconds of wall time of one call, until the device is done."""
+    start = time.perf_counter()
+    step()
+    _synchronize()
+    return 1e6 * (time.perf_counter() - start)
 
 
 def peak_memory(step: Step) -> int | None:

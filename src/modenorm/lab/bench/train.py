@@ -7,9 +7,10 @@ are the files of an image folder, decoded while they are needed.
 
 from __future__ import annotations
 
+import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from modenorm.lab.bench.names import split_name
+from modenorm.lab.bench.timing import alternating, extra
 from modenorm.lab.data import DataSet, ImageSet
 from modenorm.lab.training import TrainConfig, Training, train_many
 from modenorm.lab.training.checkpoint import build_model
@@ -25,7 +27,7 @@ from modenorm.lab.training.runner import choose_device
 from modenorm.lab.training.sources import SharedData
 from modenorm.lab.training.trainer import CHUNK, SHORT_CHUNK
 from modenorm.lab.training.usage import ModeUsage
-from modenorm.modes import record_gates
+from modenorm.recording import record_gates
 
 __all__ = ["CASES", "TrainCase", "measure_training"]
 
@@ -201,29 +203,16 @@ def _evaluation(
             plain()
             usage.totals(placed.test.domains, 1).cpu()
 
-    plain_us, recorded_us, logged_us = _alternating((plain, recorded, logged))
-    training_us = step_us * case.steps_per_evaluation
+    plain_us, recorded_us, logged_us = alternating((plain, recorded, logged))
+    eval_us = statistics.median(plain_us)
+    recording, logging = extra(recorded_us, plain_us), extra(logged_us, plain_us)
     return {
-        "eval_us": plain_us,
-        "record_gates_percent": 100 * (recorded_us / plain_us - 1),
-        "log_modes_percent_of_eval": 100 * (logged_us / plain_us - 1),
-        "log_modes_percent_of_training": 100 * (logged_us - plain_us) / training_us,
+        "eval_us": eval_us,
+        "eval_turns": len(plain_us),
+        "record_gates_percent": 100 * recording.value / eval_us,
+        "record_gates_percent_within": 100 * recording.within / eval_us,
+        "log_modes_percent_of_eval": 100 * logging.value / eval_us,
+        "log_modes_percent_of_training": 100
+        * logging.value
+        / (step_us * case.steps_per_evaluation),
     }
-
-
-def _alternating(calls: Iterable[Callable[[], None]], seconds: float = 3.0) -> list[float]:
-    """Microseconds of each call, the fastest of many turns, so that drifts meet all alike."""
-    calls = list(calls)
-    best = [float("inf")] * len(calls)
-    began = time.perf_counter()
-    for turn in range(50):
-        for i, call in enumerate(calls):
-            start = time.perf_counter()
-            call()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            if turn:  # the first turn warms up
-                best[i] = min(best[i], 1e6 * (time.perf_counter() - start))
-        if turn >= 2 and time.perf_counter() - began > seconds * len(calls):
-            break
-    return best

@@ -48,6 +48,7 @@ TRAIN_COLUMNS = {
     "speed_to_first": "speed × first",
     "eval_us": "eval µs",
     "record_gates_percent": "record_gates % of eval",
+    "record_gates_percent_within": "±",
     "log_modes_percent_of_eval": "log modes % of eval",
     "log_modes_percent_of_training": "% of training",
 }

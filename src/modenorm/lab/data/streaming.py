@@ -12,15 +12,17 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.utils.data import DataLoader, Dataset
 
 from modenorm.lab.data.crops import Boxes, draw_boxes
@@ -45,6 +47,14 @@ class Place(NamedTuple):
     epoch: int | None
 
 
+class Wanted(NamedTuple):
+    """What a worker has to know about a sample: so it needs no list of all files."""
+
+    place: Place
+    path: bytes
+    label: int
+
+
 Decoded = tuple[Tensor, Tensor] | DataError
 
 
@@ -52,31 +62,26 @@ class ImageFiles(Dataset[Decoded]):
     """Decodes whole batches; runs inside the workers.
 
     Args:
-        listing: The files and labels.
         size: S, the side of the result.
         seed: Of the crops and flips.
         augment: Whether training samples are cropped and flipped at random.
     """
 
-    def __init__(self, listing: Listing, size: int, seed: int = 0, augment: bool = True) -> None:
-        # arrays, not a list: reference counts would copy its pages into every worker
-        self._paths = np.array([os.fsencode(path) for path in listing.paths])
-        self._labels = np.array(listing.labels, np.int64)
+    def __init__(self, size: int, seed: int = 0, augment: bool = True) -> None:
         self._size, self._seed, self._augment = size, seed, augment
 
-    def __getitems__(self, places: Sequence[Place]) -> Decoded:
+    def __getitems__(self, batch: Sequence[Wanted]) -> Decoded:
         """Images uint8 (N, S, S, 3) and labels (N), or what is wrong with a file."""
-        images = np.empty((len(places), self._size, self._size, 3), np.uint8)
+        images = np.empty((len(batch), self._size, self._size, 3), np.uint8)
         try:
-            for image, place in zip(images, places, strict=True):
-                image[:] = self._decode(place)
+            for image, wanted in zip(images, batch, strict=True):
+                image[:] = self._decode(wanted.place, Path(os.fsdecode(wanted.path)))
         except DataError as error:
             return error  # raised by the training, without the worker's traceback
-        labels = self._labels[[place.sample for place in places]]
-        return torch.from_numpy(images), torch.from_numpy(labels)
+        labels = torch.tensor([wanted.label for wanted in batch], dtype=torch.int64)
+        return torch.from_numpy(images), labels
 
-    def _decode(self, place: Place) -> np.ndarray:
-        path = Path(os.fsdecode(self._paths[place.sample]))
+    def _decode(self, place: Place, path: Path) -> np.ndarray:
         try:
             with Image.open(path) as image:
                 if place.epoch is None or not self._augment:
@@ -156,7 +161,7 @@ class StreamedImages:
         samples = range(len(self))[part]
         chunks = (samples[i : i + size] for i in range(0, len(samples), size))
         places = ([Place(sample, None) for sample in chunk] for chunk in chunks)
-        files = ImageFiles(self.listing, self.size[0])
+        files = ImageFiles(self.size[0])
         for images, labels in self.deliver(files, places):
             yield Batch(images, labels, torch.zeros_like(labels))
 
@@ -164,13 +169,16 @@ class StreamedImages:
         self, files: ImageFiles, batches: Iterator[list[Place]]
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Normalised images and labels of each batch, on the device, in order."""
+        context = _context() if self.workers else None
+        served = context is not None and context.get_start_method() == "forkserver"
         decoded: DataLoader[Decoded] = DataLoader(
             files,
-            batch_sampler=_Once(batches),
+            batch_sampler=_Once([self._wanted(place) for place in batch] for batch in batches),
             num_workers=self.workers,
             prefetch_factor=AHEAD if self.workers else None,
             collate_fn=_as_it_is,  # type: ignore[arg-type]
-            worker_init_fn=partial(_follow_the_training, training=os.getpid()),
+            worker_init_fn=partial(_follow_the_training, training=None if served else os.getpid()),
+            multiprocessing_context=context,
             pin_memory=self.device.type == "cuda",
             generator=torch.Generator(),  # torch's own is neither used nor changed
         )
@@ -180,28 +188,59 @@ class StreamedImages:
             pixels, labels = (part.to(self.device, non_blocking=True) for part in batch)
             yield self._normalise(pixels).contiguous(memory_format=self._format), labels
 
+    def _wanted(self, place: Place) -> Wanted:
+        path, label = self.listing.paths[place.sample], self.listing.labels[place.sample]
+        return Wanted(place, os.fsencode(path), label)
+
 
 class _Once:
     """What DataLoader wants of a batch sampler."""
 
-    def __init__(self, batches: Iterator[list[Place]]) -> None:
+    def __init__(self, batches: Iterator[list[Wanted]]) -> None:
         self._batches = batches
 
-    def __iter__(self) -> Iterator[list[Place]]:
+    def __iter__(self) -> Iterator[list[Wanted]]:
         return self._batches
 
 
-def _follow_the_training(_: int, training: int) -> None:
+def _context() -> BaseContext:
+    """How workers are started: never by a fork of a process that trains with others.
+
+    Threads of its process group take locks of Python's without waiting for their turn to run
+    Python. A child that is forked in that moment waits for the lock forever, and the ranks for
+    the child (CPython 3.11, in `PyOS_AfterFork_Child`). A fork server has no such threads.
+    """
+    joined = distributed.is_available() and distributed.is_initialized()
+    possible = "forkserver" in multiprocessing.get_all_start_methods()
+    context = multiprocessing.get_context("forkserver" if joined and possible else None)
+    if context.get_start_method() == "forkserver":
+        context.set_forkserver_preload(["__main__", __name__])  # imported once for all workers
+    return context
+
+
+def _follow_the_training(_: int, training: int | None) -> None:
     """Let a worker outlive neither an interrupt nor the death of its training.
 
     A worker whose training was killed would wait forever, with the training's connections open.
+
+    Args:
+        training: The process that forked this one; None if a fork server did.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the training decides when to stop
+    if training is None:  # the server lives as long as its children: it is no parent to follow
+        threading.Thread(target=_end_with_the_training, daemon=True).start()
+        return
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    served = multiprocessing.get_start_method() == "forkserver"  # then that is the parent
-    if not served and os.getppid() != training:  # it died before the signal was asked for
+    if os.getppid() != training:  # it died before the signal was asked for
         os._exit(1)
+
+
+def _end_with_the_training() -> None:
+    training = multiprocessing.parent_process()  # the one that asked the server
+    if training is not None:
+        training.join()
+    os._exit(1)
 
 
 def _as_it_is(batch: Decoded) -> Decoded:
@@ -224,7 +263,7 @@ class StreamLoader:
         self, data: StreamedImages, stream: SampleStream, steps: int, part: slice = slice(None)
     ) -> None:
         self.data, self.stream, self._steps, self._part = data, stream, steps, part
-        self._files = ImageFiles(data.listing, data.size[0], stream.seed, stream.augment)
+        self._files = ImageFiles(data.size[0], stream.seed, stream.augment)
         self._next = -1  # the step that the running workers deliver next
         self._batches: Iterator[tuple[Tensor, Tensor]] = iter(())
 

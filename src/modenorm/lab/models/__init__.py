@@ -26,7 +26,7 @@ from modenorm.lab.models.norms import (
 )
 from modenorm.lab.models.resnet import resnet18, resnet20, resnet56, resnet110
 from modenorm.lab.models.vgg import vgg13
-from modenorm.modes import mode_layers
+from modenorm.recording import mode_layers
 from modenorm.resizing import set_num_modes
 
 __all__ = [

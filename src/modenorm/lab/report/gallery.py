@@ -25,7 +25,8 @@ from modenorm.lab.data import ImageSet
 from modenorm.lab.data.loader import DeviceImages, Scaling
 from modenorm.lab.training.files import write_whole
 from modenorm.layers import GateListener
-from modenorm.modes import listening, mode_layers, mode_report
+from modenorm.modes import mode_report
+from modenorm.recording import listening, mode_layers
 
 FORMAT = "modenorm gallery 1"
 COLUMNS = 16

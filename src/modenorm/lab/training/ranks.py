@@ -8,6 +8,7 @@ import atexit
 import contextlib
 import datetime
 import inspect
+import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -156,9 +157,15 @@ def joined(device: torch.device) -> Iterator[Ranks]:
 
     Raises:
         ConnectionError: Another rank has died or gone; torchrun can start all of them again.
+        ValueError: This is a worker of a rank, which imports the program that it belongs to.
     """
     ranks = started_ranks()
     if ranks.size > 1 and not distributed.is_initialized():
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
+            raise ValueError(
+                "a worker that decodes images imported the program and thereby began to train: put "
+                'what the program does under `if __name__ == "__main__":`'
+            )
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         distributed.init_process_group(
             backend, timeout=TIMEOUT, store=_store(), rank=ranks.rank, world_size=ranks.size

@@ -14,13 +14,8 @@ from torch import Tensor, nn
 
 from modenorm.findings import distinct_modes, duplicate_modes
 from modenorm.layers import ModeNorm
-from modenorm.modes import (
-    SMALLEST_GATE,
-    gate_distances,
-    listening,
-    mode_layers,
-    statistics_distances,
-)
+from modenorm.modes import SMALLEST_GATE, gate_distances, statistics_distances
+from modenorm.recording import listening, mode_layers
 
 DIGITS = 4
 

@@ -1,0 +1,160 @@
+"""Hear every layer's gates while a model runs, and record them.
+
+Letters: N samples, C channels, K modes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from modenorm.buffers import recomputing
+from modenorm.layers import GateListener, ModeGroupNorm, ModeNorm
+
+__all__ = ["GateRecording", "listening", "mode_layers", "record_gates"]
+
+DEFAULT_LIMIT = 2**20
+ENTRY = 128  # what a kept tensor costs beside its values, counted in values
+KINDS = (ModeNorm, ModeGroupNorm)
+
+
+class GateRecording(dict[str, list[Tensor]]):
+    """Layer name → gates of each recorded forward: (N, K) of mode norms, (N, C, K) of group ones.
+
+    Args:
+        limit: Most values kept of one layer.
+
+    Attributes:
+        steps: Layer name → which forwards, counted from 0, the entries belong to.
+    """
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.steps: dict[str, list[int]] = {}
+        self._limit = limit
+
+    def _listener(self, name: str) -> GateListener:
+        return _Track(self, name, self._limit).add
+
+
+class _Track:
+    """One layer's part of a recording: a forward costs one append, and no operator in evaluation.
+
+    The gates are the tensor that the layer has computed for itself: nobody changes it.
+    """
+
+    __slots__ = ("_kept", "_limit", "_name", "_recording", "_seen", "_size", "_steps", "_stride")
+
+    def __init__(self, recording: GateRecording, name: str, limit: int) -> None:
+        self._recording, self._name, self._limit = recording, name, limit
+        self._kept: list[Tensor] = []
+        self._steps: list[int] = []
+        self._seen, self._stride, self._size = 0, 1, 0
+
+    def add(self, gates: Tensor) -> None:
+        step = self._seen
+        self._seen = step + 1
+        if step == 0:
+            self._recording[self._name], self._recording.steps[self._name] = self._kept, self._steps
+        if step % self._stride:
+            return
+        if gates.requires_grad:
+            gates = gates.detach()
+        values = gates.numel()
+        if values > self._limit:
+            gates = gates[:: -(-values // self._limit)].clone()
+            values = gates.numel()
+        self._kept.append(gates)
+        self._steps.append(step)
+        self._size += values + ENTRY
+        if self._size > self._limit:
+            self._thin_out()
+
+    def _thin_out(self) -> None:
+        """Forget every second forward until the rest is within the limit."""
+        while len(self._kept) > 1 and self._size > self._limit:
+            self._stride *= 2
+            chosen = [i for i, step in enumerate(self._steps) if step % self._stride == 0]
+            self._kept[:] = [self._kept[i] for i in chosen]
+            self._steps[:] = [self._steps[i] for i in chosen]
+            self._size = sum(entry.numel() + ENTRY for entry in self._kept)
+
+
+def mode_layers(model: nn.Module) -> dict[str, ModeNorm | ModeGroupNorm]:
+    """The model's mode norms and mode group norms by name, in the order of definition."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, KINDS)}
+
+
+@contextlib.contextmanager
+def listening(listeners: Iterable[tuple[nn.Module, GateListener]]) -> Iterator[None]:
+    """Add listeners to layers; those that were there before go on hearing, and return at the end.
+
+    A forward that activation checkpointing repeats is not heard again.
+    """
+    changed: list[tuple[dict[str, Any], GateListener | None]] = []
+    try:
+        for layer, listener in listeners:
+            attributes = vars(layer)  # what nn.Module's own way would look through takes longer
+            before = attributes["gate_listener"]
+            changed.append((attributes, before))
+            attributes["gate_listener"] = _joined(before, listener)
+        yield
+    finally:
+        for attributes, before in reversed(changed):
+            attributes["gate_listener"] = before
+
+
+def _joined(before: GateListener | None, new: GateListener) -> GateListener:
+    def once(gates: Tensor) -> None:
+        if not recomputing():
+            new(gates)
+
+    def both(gates: Tensor) -> None:
+        assert before is not None
+        before(gates)
+        once(gates)
+
+    return once if before is None else both
+
+
+@contextlib.contextmanager
+def record_gates(model: nn.Module, limit: int = DEFAULT_LIMIT) -> Iterator[GateRecording]:
+    """Record the gates of every mode norm and mode group norm during the `with` block.
+
+    The model, its outputs and gradients stay as they are. Gates are kept detached on their device,
+    so nothing waits for it. Recordings may be nested. A compiled model runs uncompiled meanwhile. A
+    replayed CUDA graph calls no Python, so nothing of it is recorded: run the model itself.
+
+    Args:
+        model: Any model.
+        limit: Most values kept of one layer. When more arrive, every second forward is forgotten,
+            so what is kept stays spread over the whole recording (`steps` tells which forwards);
+            of a single forward beyond the limit, evenly spaced samples are kept.
+
+    Example:
+        >>> import modenorm, torch
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), modenorm.ModeNorm2d(8, num_modes=4))
+        >>> with record_gates(model) as gates:
+        ...     y = model(torch.randn(16, 3, 8, 8))
+        >>> {name: [g.shape for g in seen] for name, seen in gates.items()}
+        {'1': [torch.Size([16, 4])]}
+    """
+    if limit < 1:
+        raise ValueError(f"limit is {limit}; it must be at least 1 value per layer")
+    recording = GateRecording(limit)
+    layers = mode_layers(model).items()
+    heard = [(layer, recording._listener(name)) for name, layer in layers]
+    with _uncompiled(), listening(heard):
+        yield recording
+
+
+def _uncompiled() -> contextlib.AbstractContextManager[object]:
+    """Run compiled models as they are written: every entry of a list would compile them again."""
+    if "torch._dynamo" not in sys.modules:  # then nothing is compiled, and importing it takes long
+        return contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager")
