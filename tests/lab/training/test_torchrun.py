@@ -159,12 +159,9 @@ def process_of(rank: int, parent: int) -> int | None:
     return None
 
 
-def kill_at_next_checkpoint(rank: int, parent: subprocess.Popen[str], checkpoint: Path) -> None:
-    def written() -> int:
-        return checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0
-
-    before, deadline = written(), time.monotonic() + SECONDS
-    while written() == before and parent.poll() is None:
+def kill_at_first_checkpoint(rank: int, parent: subprocess.Popen[str], checkpoint: Path) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not checkpoint.exists() and parent.poll() is None:
         assert time.monotonic() < deadline, f"no checkpoint within {SECONDS} s"
         time.sleep(0.01)
     victim = process_of(rank, parent.pid)
@@ -173,27 +170,26 @@ def kill_at_next_checkpoint(rank: int, parent: subprocess.Popen[str], checkpoint
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
-def test_killed_ranks_and_the_restarts(folder: Path, tmp_path: Path) -> None:
-    """SIGKILL of rank 1, then of rank 0: torchrun starts all again, from the last checkpoint."""
+def test_a_killed_rank_and_the_restart(folder: Path, tmp_path: Path) -> None:
+    """SIGKILL of the rank that writes: torchrun starts all again, from the last checkpoint."""
     arguments = ["-m", "modenorm", "train", "--device", "cpu", "--workers", "1"]
     arguments += ["--checkpoint-every", "0", "--runs", str(tmp_path)]
     for name, value in MORTAL.items():
         option = "--" + name.replace("_", "-")
         arguments += [option] if value is True else [option, str(value)]
     run = Run.of(recipe(**MORTAL), tmp_path)
-    command = torchrun("--max-restarts=2", "--monitor-interval=0.1", *arguments)
+    command = torchrun("--max-restarts=1", "--monitor-interval=0.1", *arguments)
     with subprocess.Popen(
         command, cwd=folder / "rank0", env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
     ) as parent:
         try:
-            kill_at_next_checkpoint(1, parent, run.checkpoint)  # while workers start
-            kill_at_next_checkpoint(0, parent, run.checkpoint)  # half way
+            kill_at_first_checkpoint(0, parent, run.checkpoint)  # just when workers start
             # ends only when no worker of a killed rank is left that could write
             _, errors = parent.communicate(timeout=SECONDS)
         finally:
             parent.terminate()  # torchrun then ends its ranks
     assert parent.returncode == 0, errors
-    assert errors.count("exitcode: -9") == 2
+    assert "exitcode: -9" in errors
     same_end(run, Run.of(recipe(**MORTAL), folder / "two"))
 
 

@@ -192,7 +192,7 @@ def sparsity_command(
 ) -> None:
     """A training step with the penalty on modes, and without it.
 
-    Trainings have the penalty in every 16th step: what it costs them is the last column. On a CPU
+    Trainings have the entropy in every 16th step: what it costs them is the last column. On a CPU
     only lenet is measured unless others are named.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"

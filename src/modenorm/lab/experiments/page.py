@@ -1,9 +1,10 @@
-"""The tables of docs/reproduction.md, built from results/*.jsonl and never typed."""
+"""The tables of README.md and docs/reproduction.md, built from results/*.jsonl, never typed."""
 
 import datetime
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 
 from modenorm.lab.bench.page import _markdown
@@ -12,9 +13,17 @@ from modenorm.lab.experiments.claims import PARAMETER_HEADER, parameter_rows
 from modenorm.lab.experiments.collect import Line, read_lines, results_file
 from modenorm.lab.experiments.gates import GATE_HEADER, gate_rows
 from modenorm.lab.experiments.mixtures import mixtures_tables, tuning_table
-from modenorm.lab.experiments.summary import HEADER, orders, rows, summarize
+from modenorm.lab.experiments.summary import (
+    GAIN_HEADER,
+    HEADER,
+    gain_rows,
+    orders,
+    rows,
+    summarize,
+)
 from modenorm.lab.experiments.tables import TABLES
 
+GAIN_TABLES = ("table1", "table5", "table3", "table4")
 MIXTURE_FILES = ("automatic_mixtures", "automatic_tuning")
 
 
@@ -23,33 +32,45 @@ def with_results(text: str, results: Path) -> str:
 
     A table stands between a marker and `<!-- end -->`: errors after `<!-- results TABLE -->`, the
     gates' shares after `<!-- gates TABLE -->`, found numbers of modes after `<!-- modes TABLE -->`,
-    what `modenorm mixtures` found after `<!-- mixtures FILE -->`, and numbers of parameters after
-    `<!-- parameters -->`.
+    what `modenorm mixtures` found after `<!-- mixtures FILE -->`, numbers of parameters after
+    `<!-- parameters -->`, and MN beside BN wherever both are measured after `<!-- gains -->`.
     """
-    text = re.sub(
-        r"(?<=<!-- parameters -->).*?(?=<!-- end -->)", _parameters, text, flags=re.DOTALL
-    )
-    makers = {
+    makers: dict[str, Callable[..., str]] = {
         "results": table_text,
         "gates": gates_text,
         "modes": modes_text,
         "mixtures": mixtures_text,
+        "parameters": parameters_text,
+        "gains": gains_text,
     }
 
     def rebuild(match: re.Match[str]) -> str:
-        kind, table = match["kind"], match["table"]
-        return f"<!-- {kind} {table} -->\n\n{makers[kind](table, results)}\n\n<!-- end -->"
+        names = match["names"].split()
+        return (
+            f"<!-- {match['names']} -->\n\n{makers[names[0]](results, *names[1:])}\n\n<!-- end -->"
+        )
 
-    kinds, names = "|".join(makers), "|".join((*TABLES, *MIXTURE_FILES))
-    pattern = rf"<!-- (?P<kind>{kinds}) (?P<table>{names}) -->.*?<!-- end -->"
+    tables = "|".join((*TABLES, *MIXTURE_FILES))
+    pattern = rf"<!-- (?P<names>(?:{'|'.join(makers)})(?: (?:{tables}))?) -->.*?<!-- end -->"
     return re.sub(pattern, rebuild, text, flags=re.DOTALL)
 
 
-def _parameters(_: re.Match[str]) -> str:
-    return f"\n\n{_markdown(list(PARAMETER_HEADER), parameter_rows())}\n\n"
+def parameters_text(_: Path) -> str:
+    """What the norms add to the networks' parameters, in Markdown."""
+    return _markdown(list(PARAMETER_HEADER), parameter_rows())
 
 
-def table_text(table: str, results: Path) -> str:
+def gains_text(results: Path) -> str:
+    """MN beside BN in all tables, in Markdown."""
+    lines = {table: read_lines(results_file(results, table)) for table in GAIN_TABLES}
+    summaries = [s for table in GAIN_TABLES for s in summarize(TABLES[table], lines[table])]
+    found = gain_rows(summaries)
+    if not found:
+        return "_not measured yet_"
+    return f"{_markdown(list(GAIN_HEADER), found)}\n\n{conditions(list(chain(*lines.values())))}"
+
+
+def table_text(results: Path, table: str) -> str:
     """A table in Markdown, the order of its norms, and where the numbers come from."""
     lines = read_lines(results_file(results, table))
     if not lines:
@@ -60,14 +81,14 @@ def table_text(table: str, results: Path) -> str:
     return "\n\n".join(filter(None, parts))
 
 
-def gates_text(table: str, results: Path) -> str:
+def gates_text(results: Path, table: str) -> str:
     """How a table's trainings share the samples out among the modes, in Markdown."""
     lines = read_lines(results_file(results, table))
     found = gate_rows(TABLES[table], lines)
     return _markdown(list(GATE_HEADER), found) if found else "_not measured yet_"
 
 
-def modes_text(table: str, results: Path) -> str:
+def modes_text(results: Path, table: str) -> str:
     """Automatic numbers of modes beside fixed ones, in Markdown."""
     lines = read_lines(results_file(results, table))
     if not lines:
@@ -76,7 +97,7 @@ def modes_text(table: str, results: Path) -> str:
     return f"{found}\n\n{conditions(lines)}"
 
 
-def mixtures_text(name: str, results: Path) -> str:
+def mixtures_text(results: Path, name: str) -> str:
     """What `modenorm mixtures` found, in Markdown."""
     file = results_file(results, name)
     if not file.exists():

@@ -14,6 +14,10 @@ HEADER = (
     "as in the paper",
 )  # fmt: skip
 
+GAIN_HEADER = (
+    "top error, %", "paper: BN", "MN K=2", "MN − BN", "here: BN", "MN K=2", "MN − BN", "seeds",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -143,6 +147,23 @@ def rows(summaries: Sequence[Summary]) -> list[list[str]]:
             if (cited.table, cited.group) == (members[0].cell.table, group)
         ]
         found += [_row(member) for member in members]
+    return found
+
+
+def gain_rows(summaries: Sequence[Summary]) -> list[list[str]]:
+    """MN with two modes beside BN, in the paper and here, where both were measured."""
+    found = []
+    for group, members in _groups(summaries).items():
+        by_label = {member.cell.label: member for member in members}
+        bn, mn = by_label.get(BASELINE), by_label.get("MN K=2")
+        if bn is None or mn is None or bn.top is None or mn.top is None:
+            continue
+        published = ["", "", ""]
+        if bn.cell.error is not None and mn.cell.error is not None and not mn.cell.stand_in:
+            gain = Difference(mn.cell.error - bn.cell.error, None, True)
+            published = [number(bn.cell.error), number(mn.cell.error), str(gain)]
+        measured = [str(bn.top), str(mn.top), str(mn.top_difference)]
+        found.append([group, *published, *measured, str(len(mn.seeds))])
     return found
 
 
