@@ -63,8 +63,9 @@ def test_kernels_compile(capability, channels_last, monkeypatch):
         assert ("griddepcontrol.wait" in ptx) == (capability >= 90), launch.kernel.__name__
 
 
-@pytest.mark.parametrize(("channels", "side"), [(16, 32), (32, 16), (64, 8)])
-@pytest.mark.parametrize("capability", [90, 80])
+@pytest.mark.parametrize(
+    ("capability", "channels", "side"), [(90, 16, 32), (90, 32, 16), (90, 64, 8), (80, 64, 8)]
+)
 def test_narrow_convolutions_compile(capability, channels, side, monkeypatch):
     """Matrix instructions, asynchronous copies, no more shared memory than an sm_80 has."""
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
@@ -72,8 +73,8 @@ def test_narrow_convolutions_compile(capability, channels, side, monkeypatch):
     shape, weights = (128, channels, side, side), (channels, channels, 3, 3)
     strides = (9 * channels, 1, 3 * channels, channels)
     plan = [shape, weights, strides]
-    convs = [narrow_conv.conv_launch.__wrapped__(*plan, flip) for flip in (False, True)]
-    wgrad, add_up, _ = narrow_conv.wgrad_launches.__wrapped__(*plan)
+    convs = [narrow_conv.conv_launch(*plan, flip) for flip in (False, True)]
+    wgrad, add_up, _ = narrow_conv.wgrad_launches(*plan)
     for launch in (*convs, wgrad, add_up):
         done = compile_for(launch, capability)
         ptx = done.asm["ptx"]

@@ -11,7 +11,7 @@ from modenorm.lab.models.narrow_conv import NarrowConv2d, narrow_conv, narrow_co
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 SMALL = [(1, 1, 1), (3, 1, 1), (3, 5, 7), (1, 8, 8), (5, 9, 4), (2, 3, 70)]
-WIDTHS = [(16, 16), (32, 32), (64, 64), (16, 32), (64, 16), (32, 64)]
+WIDTHS = [(32, 32), (64, 64), (16, 32), (64, 16)]
 REAL = [(128, 16, 32), (128, 32, 16), (128, 64, 8), (127, 16, 33)]
 
 

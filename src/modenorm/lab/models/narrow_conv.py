@@ -6,7 +6,6 @@ memory does. These keep the weights of all taps at hand and read an image's row 
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
 from collections.abc import Sequence
@@ -43,7 +42,9 @@ class ConvTile(NamedTuple):
     vector: int
     """Channels per copy from memory: 8 pass the L1 cache by, 4 go through it."""
     stages: int
-    """Rows of x that are on the way at a time, with the one in use."""
+    """Steps of which the rows are in shared memory at a time, with the one in use."""
+    unroll: int
+    """Rows of x per step; best a divisor of rows + 2."""
     warps: int
 
 
@@ -64,9 +65,9 @@ class GradTile(NamedTuple):
 
 
 CONV_TILES = {
-    (16, 16): ConvTile(columns=32, out=16, rows=4, vector=4, stages=3, warps=1),
-    (32, 32): ConvTile(columns=64, out=32, rows=4, vector=8, stages=3, warps=4),
-    (64, 64): ConvTile(columns=64, out=32, rows=2, vector=8, stages=3, warps=4),
+    (16, 16): ConvTile(32, out=16, rows=4, vector=4, stages=2, unroll=3, warps=1),
+    (32, 32): ConvTile(64, out=32, rows=4, vector=8, stages=3, unroll=1, warps=4),
+    (64, 64): ConvTile(64, out=32, rows=2, vector=8, stages=3, unroll=1, warps=4),
 }
 """By channels in and out; a pair that is not there takes the tile of the larger width."""
 GRAD_TILES = {
@@ -183,7 +184,6 @@ def _channels_last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last)
 
 
-@functools.cache
 def conv_launch(
     shape: Sequence[int],
     weights: Sequence[int],
@@ -204,14 +204,14 @@ def conv_launch(
         tile = CONV_TILES.get((c_in, c_out)) or CONV_TILES[(max(c_in, c_out),) * 2]
     out, rows = min(tile.out, c_out), min(tile.rows, height)
     grid = (-(-num_images * width // tile.columns), -(-height // rows), c_out // out)
+    wide = tile.columns >= 64 and tile.warps >= 4
     constants = (
         height, width, c_in, c_out, stride_out, stride_in, *steps, transposed,
-        tile.columns, out, rows, tile.vector, tile.stages,
+        tile.columns, out, rows, tile.vector, tile.stages, tile.unroll, wide,
     )  # fmt: skip
     return Launch(conv_kernel, grid, (num_images,), constants, tile.warps, direct=False)
 
 
-@functools.cache
 def wgrad_launches(
     shape: Sequence[int],
     weights: Sequence[int],

@@ -42,62 +42,60 @@ def conv_kernel(
     ROWS: tl.constexpr,
     VECTOR: tl.constexpr,
     STAGES: tl.constexpr,
+    UNROLL: tl.constexpr,
+    SETTLES: tl.constexpr,  # sums stay where they are until sm_90's wide products are done
     OVERLAPS: tl.constexpr,
 ):
     """BLOCK columns of pixels, from as many images as it takes; ROWS rows of the output.
 
     A row of x, read at three shifts, adds to three rows of y: the one below it begins with it, the
     one above it is complete. So x comes from memory three times, not nine, and the weights once.
+    Two of the shifts are one product of twice the depth, as their channels lie side by side.
     """
     begin(OVERLAPS)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     first = tl.program_id(1) * ROWS
     image, across = column // W, column % W
     exists = image < num_images
-    left, right = exists & (across > 0), exists & (across < W - 1)
-    above = image.to(tl.int64) * (H * W) + across + (first - 1) * W
-    c_in = tl.arange(0, CIN)
+    above = (image.to(tl.int64) * (H * W) + across + (first - 1) * W)[:, None]
+    two, one = tl.arange(0, 2 * CIN), tl.arange(0, CIN)
     c_out = tl.program_id(2) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    x_ptrs = x_ptr + above[:, None] * CIN + c_in[None, :]
-    y_ptrs = y_ptr + (above - W)[:, None] * COUT + c_out[None, :]
-    w_ptrs = w_ptr + c_in[:, None] * STRIDE_IN + c_out[None, :] * STRIDE_OUT
-    if FLIP:
-        w_ptrs += 2 * STRIDE_I + 2 * STRIDE_J
+    xx_ptrs = x_ptr + above * CIN + (two - CIN)[None, :]
+    x_ptrs = x_ptr + above * CIN + (one + CIN)[None, :]
+    y_ptrs = y_ptr + (above - W) * COUT + c_out[None, :]
+    mask_xx = exists[:, None] & ((across > 0)[:, None] | (two >= CIN)[None, :])
+    mask_xx &= (two // VECTOR < 2 * CIN // VECTOR)[None, :]
+    mask_x = (exists & (across < W - 1))[:, None] & (one // VECTOR < CIN // VECTOR)[None, :]
+
     di: tl.constexpr = -STRIDE_I if FLIP else STRIDE_I
     dj: tl.constexpr = -STRIDE_J if FLIP else STRIDE_J
+    start: tl.constexpr = 2 * (STRIDE_I + STRIDE_J) if FLIP else 0
     kind: tl.constexpr = x_ptr.dtype.element_ty
-    w00, w01, w02 = _three_taps(w_ptrs, dj, kind)
-    w10, w11, w12 = _three_taps(w_ptrs + di, dj, kind)
-    w20, w21, w22 = _three_taps(w_ptrs + 2 * di, dj, kind)
-    copied = (c_in // VECTOR < CIN // VECTOR)[None, :]
+    w_ptr += start
+    ww_ptrs = w_ptr + (two % CIN * STRIDE_IN + two // CIN * dj)[:, None]
+    ww_ptrs += c_out[None, :] * STRIDE_OUT
+    w_ptrs = w_ptr + (one * STRIDE_IN + 2 * dj)[:, None] + c_out[None, :] * STRIDE_OUT
+    ww0, w0 = tl.load(ww_ptrs).to(kind), tl.load(w_ptrs).to(kind)
+    ww1, w1 = tl.load(ww_ptrs + di).to(kind), tl.load(w_ptrs + di).to(kind)
+    ww2, w2 = tl.load(ww_ptrs + 2 * di).to(kind), tl.load(w_ptrs + 2 * di).to(kind)
+
     nothing = tl.zeros((BLOCK, BLOCK_OUT), tl.float32)
     upper, lower = nothing, nothing
-    for step in tl.range(0, ROWS + 2, num_stages=STAGES):
+    for step in tl.range(0, ROWS + 2, num_stages=STAGES, loop_unroll_factor=UNROLL):
         row = tl.broadcast_to(first - 1 + step, (BLOCK,))
-        inside = (row >= 0) & (row < H)
-        x0 = tl.load(x_ptrs - CIN, mask=(left & inside)[:, None] & copied, other=0.0)
-        x1 = tl.load(x_ptrs, mask=(exists & inside)[:, None] & copied, other=0.0)
-        x2 = tl.load(x_ptrs + CIN, mask=(right & inside)[:, None] & copied, other=0.0)
-        y = _add_row(upper, x0, x1, x2, w20, w21, w22)
-        upper = _add_row(lower, x0, x1, x2, w10, w11, w12)
-        lower = _add_row(nothing, x0, x1, x2, w00, w01, w02)
+        inside = ((row >= 0) & (row < H))[:, None]
+        xx = tl.load(xx_ptrs, mask=mask_xx & inside, other=0.0)
+        x = tl.load(x_ptrs, mask=mask_x & inside, other=0.0)
+        y = _dot(x, w2, _dot(xx, ww2, upper))
+        upper = _dot(x, w1, _dot(xx, ww1, lower))
+        lower = _dot(x, w0, _dot(xx, ww0, nothing))
+        if SETTLES:
+            upper, lower = upper + nothing, lower + nothing
         done = exists & (row > first) & (row <= H)
         tl.store(y_ptrs, y.to(kind), mask=done[:, None])
+        xx_ptrs += W * CIN
         x_ptrs += W * CIN
         y_ptrs += W * COUT
-
-
-@triton.jit
-def _three_taps(w_ptrs, dj: tl.constexpr, kind: tl.constexpr):
-    """The weights of one row of taps, each (CIN, BLOCK_OUT), in the images' type."""
-    w0, w1, w2 = tl.load(w_ptrs), tl.load(w_ptrs + dj), tl.load(w_ptrs + 2 * dj)
-    return w0.to(kind), w1.to(kind), w2.to(kind)
-
-
-@triton.jit
-def _add_row(total, x0, x1, x2, w0, w1, w2):
-    """Add what a row of x at three shifts gives to a row of y."""
-    return _dot(x2, w2, _dot(x1, w1, _dot(x0, w0, total)))
 
 
 @triton.jit
