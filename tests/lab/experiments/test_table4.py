@@ -29,7 +29,8 @@ short = {"batch": 6, "total": 1, "milestones": (), "image_size": 32}
 TABLES["table4"] = [
     dataclasses.replace(cell, settings={**cell.settings, **short}) for cell in TABLES["table4"]
 ]
-cli.main()
+if __name__ == "__main__":
+    cli.main()
 """
 RESULT = {
     "final_error": 50.0, "top_error": 40.0, "top5_error": 10.0, "domain_errors": {},
