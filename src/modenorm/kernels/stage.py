@@ -13,12 +13,17 @@ import struct
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 from modenorm.kernels.launch import DRIVER_IS_KNOWN, Launch, Recorder, Slab, Slot
 from modenorm.kernels.layout import interpreting
 from modenorm.kernels.native import library
 
 __all__ = ["Sequence", "Split", "Stage", "Stream"]
 
+DRIVER = "libcuda.so.1"
+INVALID_CONTEXT = 201
+"""The driver's error where a thread has no context."""
 Arrays = Any
 """A named tuple of tensors, or None where there is none; or of the slots that stand for them."""
 Stream = int | Recorder
@@ -103,9 +108,24 @@ class Sequence:
 
     def __call__(self, stream: int, addresses: list[int]) -> None:
         """Launch on a stream, with the arrays at these addresses."""
-        error = self._launch(*self._fixed, stream, self._pack(*addresses))
+        packed = self._pack(*addresses)
+        error = self._launch(*self._fixed, stream, packed)
+        if error == INVALID_CONTEXT:  # of the first kernel: nothing was launched
+            _enter_context()
+            error = self._launch(*self._fixed, stream, packed)
         if error:
             raise RuntimeError(f"the CUDA driver refused to launch a kernel: error {error}")
+
+
+def _enter_context() -> None:
+    """Give this thread the device's context; autograd's threads may have none yet.
+
+    By the driver's own calls, which are allowed while a CUDA graph is captured.
+    """
+    cuda, device, context = ctypes.CDLL(DRIVER), ctypes.c_int(), ctypes.c_void_p()
+    cuda.cuDeviceGet(ctypes.byref(device), torch.cuda.current_device())
+    cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+    cuda.cuCtxSetCurrent(context)
 
 
 def _kernel(launch: Launch, slots: tuple[Any, ...]) -> _Kernel:
@@ -139,7 +159,7 @@ def _bits(kind: str, value: float) -> int:
 def _driver() -> int | None:
     """The address of the driver's function that launches a kernel."""
     try:
-        return ctypes.cast(ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx, ctypes.c_void_p).value
+        return ctypes.cast(ctypes.CDLL(DRIVER).cuLaunchKernelEx, ctypes.c_void_p).value
     except (OSError, AttributeError):
         return None
 
