@@ -72,7 +72,8 @@ def as_dense(x: Tensor) -> Tensor:
 def as_planes(x: Tensor) -> Planes:
     """View x in the order in which it lies; copy only if it is neither dense nor channels last."""
     last = x.movedim(1, -1)
-    if x.ndim == 2 or (last.is_contiguous() and not x.is_contiguous()):
+    single = x.shape[2:].numel() == 1  # then it lies in both orders, and channels make longer rows
+    if single or (last.is_contiguous() and not x.is_contiguous()):
         return Planes(last.contiguous().view(x.shape[0], -1, x.shape[1]), 1)
     return Planes(x.contiguous().view(x.shape[0], x.shape[1], -1), 2)
 
