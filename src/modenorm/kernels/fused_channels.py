@@ -17,12 +17,11 @@ from modenorm.kernels import plain
 from modenorm.kernels.gpu import Geometry, Passes
 from modenorm.kernels.gpu_channels import MAX_CHANNELS, ChannelMixing
 from modenorm.kernels.launch import Slab
-from modenorm.kernels.layout import as_dense
+from modenorm.kernels.layout import as_dense, dense_like
 from modenorm.kernels.plan import (
     PlanMemory,
     affine_kind,
     aligned,
-    dense_like,
     geometry_of,
     on_device,
     pointer,

@@ -16,6 +16,7 @@ __all__ = [
     "Planes",
     "as_dense",
     "as_planes",
+    "dense_like",
     "interpreting",
     "is_channels_last",
     "planes_like",
@@ -67,6 +68,13 @@ def as_dense(x: Tensor) -> Tensor:
     if outer and 0 < x.stride(1) < min(outer):  # a slice of a channels-last tensor
         return x.movedim(1, -1).contiguous().movedim(-1, 1)
     return x.contiguous()
+
+
+def dense_like(dy: Tensor, x: Tensor) -> Tensor:
+    """The upstream gradient in x's order, at an address that kernels can take."""
+    if dy.stride() != x.stride() or dy.data_ptr() % 16 or dy.is_neg():
+        dy = torch.empty_like(x).copy_(dy)
+    return dy
 
 
 def as_planes(x: Tensor) -> Planes:
