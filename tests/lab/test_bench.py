@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_layer_command(tmp_path, monkeypatch):
-    monkeypatch.setitem(layer.TURNS, "cpu", 1)
+    monkeypatch.setattr(layer, "CPU_SECONDS", 0.01)
     output = tmp_path / "layer.jsonl"
     arguments = ["bench", "layer", "--shape", "4x3x5x5", "--modes", "2", "-o", str(output)]
     result = CliRunner().invoke(app, arguments)
@@ -33,7 +33,8 @@ def test_layer_command(tmp_path, monkeypatch):
         assert row.keys() >= {"device", "torch", "commit", "date", "gb_per_s"}
 
 
-def test_chosen_norms(tmp_path):
+def test_chosen_norms(tmp_path, monkeypatch):
+    monkeypatch.setattr(layer, "CPU_SECONDS", 0.01)
     output = tmp_path / "layer.jsonl"
     arguments = ["bench", "layer", "--shape", "4x3x5x5", "--layout", "NCHW", "-o", str(output)]
     result = CliRunner().invoke(app, [*arguments, "--norm", "bn", "--norm", "mn3"])
