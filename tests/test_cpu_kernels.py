@@ -142,9 +142,9 @@ def calls(monkeypatch):
     """The names of the functions called in C."""
     names = []
 
-    def listening(name, *args):
+    def listening(name, *args, **options):
         names.append(name)
-        return native.call(name, *args)
+        return native.call(name, *args, **options)
 
     for module in (native_passes, native_mixing, native_node):
         monkeypatch.setattr(module, "call", listening)
@@ -248,6 +248,15 @@ def test_upstream_gradients_that_lie_otherwise(layout):
     ):
         expected = run_reference(copy.deepcopy(layer), x, upstream)
         assert_same(run(layer, x, upstream), expected, torch.float32)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_views_that_are_negated_when_read(layout):
+    layer, x = make_layer(3, 2, 4, torch.float32), tensor((4, 3, 5, 6), layout)
+    upstream = torch.randn_like(x)
+    expected = run_reference(copy.deepcopy(layer), -x, -upstream)
+    found = run(layer, torch._neg_view(x), torch._neg_view(upstream))
+    assert_same(found, expected, torch.float32)
 
 
 def step(layer, x, upstream):

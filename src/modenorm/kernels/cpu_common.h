@@ -90,7 +90,7 @@ INLINE float sum(const float *x, i64 size)
         a += load(x + i);
     for (; i < size; i++)
         rest += x[i];
-    return lanes((a + b) + (c + d)) + rest;
+    return size < LANES ? rest : lanes((a + b) + (c + d)) + rest;
 }
 
 /* Σ (x − centre) and Σ weight · (x − centre); for weight NULL, Σ (x − centre)². */
@@ -118,8 +118,8 @@ INLINE void sums(const float *weight, const float *x, i64 size, float centre, fl
         one += v;
         two += v * p;
     }
-    *first = lanes(a + b) + one;
-    *second = lanes(c + d) + two;
+    *first = size < LANES ? one : lanes(a + b) + one;
+    *second = size < LANES ? two : lanes(c + d) + two;
 }
 
 #endif

@@ -158,9 +158,16 @@ static void tile_moments(const void *data, i64 index)
 {
     const Call *call = data;
     Tile t = tile_of(call, index / call->tiles, index % call->tiles, 0, call->positions);
+    const float *x = call->x + t.start;
+    for (i64 c = 0; call->positions == 1 && c < t.channels; c++) {
+        call->first[t.at + c] = x[c];
+        if (call->second)
+            call->second[t.at + c] = x[c] - x[c]; /* NaN where there is no number */
+    }
+    if (call->positions == 1)
+        return;
     double mean[WIDE] = {0}, square[WIDE] = {0};
     float middle[WIDE] = {0};
-    const float *x = call->x + t.start;
     i64 begin = least(FIRST, t.full);
     for (i64 row = 0; row < begin; row++)
         for (i64 j = 0; j < t.width; j++)
@@ -222,10 +229,16 @@ static void tile_reduce(const void *data, i64 index)
 {
     const Call *call = data;
     Tile t = tile_of(call, index / call->tiles, index % call->tiles, 0, call->positions);
+    const float *x = call->x + t.start, *dy = call->dy + t.start;
+    for (i64 c = 0; call->positions == 1 && c < t.channels; c++) {
+        call->first[t.at + c] = dy[c];
+        call->second[t.at + c] = dy[c] * (x[c] - call->centre[t.at + c]);
+    }
+    if (call->positions == 1)
+        return;
     double total[WIDE] = {0}, product[WIDE] = {0};
     float centre[WIDE];
     widen(centre, call->centre, t);
-    const float *x = call->x + t.start, *dy = call->dy + t.start;
     for (i64 row = 0; row < t.full; row += t.tall) {
         i64 rows = least(t.tall, t.full - row), at = row * t.pitch;
         block_reduce(dy + at, x + at, centre, t.pitch, rows, t.width, total, product);

@@ -17,9 +17,9 @@ from torch import Tensor
 from modenorm import exchange, mixing
 from modenorm.exchange import Ranks
 from modenorm.kernels import plain
-from modenorm.kernels.layout import as_dense
+from modenorm.kernels.layout import as_dense, dense_like
 from modenorm.kernels.mode_plan import Backward, Forward, Inference, Inputs, plan_for
-from modenorm.kernels.plan import dense_like, on_device
+from modenorm.kernels.plan import on_device
 from modenorm.mixing import RunningEstimates
 
 __all__ = ["Training", "mode_norm", "mode_norm_inference"]

@@ -17,11 +17,10 @@ from modenorm.kernels import plain
 from modenorm.kernels.gpu import Geometry, Passes
 from modenorm.kernels.gpu_channels import MAX_CHANNELS, ChannelMixing
 from modenorm.kernels.launch import Slab
-from modenorm.kernels.layout import as_dense
+from modenorm.kernels.layout import as_dense, dense_like
 from modenorm.kernels.plan import (
     affine_kind,
     aligned,
-    dense_like,
     geometry_of,
     on_device,
     pointer,

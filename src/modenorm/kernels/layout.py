@@ -16,6 +16,7 @@ __all__ = [
     "Planes",
     "as_dense",
     "as_planes",
+    "dense_like",
     "interpreting",
     "is_channels_last",
     "planes_like",
@@ -69,10 +70,18 @@ def as_dense(x: Tensor) -> Tensor:
     return x.contiguous()
 
 
+def dense_like(dy: Tensor, x: Tensor) -> Tensor:
+    """The upstream gradient in x's order, at an address that kernels can take."""
+    if dy.stride() != x.stride() or dy.data_ptr() % 16 or dy.is_neg():
+        dy = torch.empty_like(x).copy_(dy)
+    return dy
+
+
 def as_planes(x: Tensor) -> Planes:
     """View x in the order in which it lies; copy only if it is neither dense nor channels last."""
     last = x.movedim(1, -1)
-    if x.ndim == 2 or (last.is_contiguous() and not x.is_contiguous()):
+    single = x.shape[2:].numel() == 1  # then it lies in both orders, and channels make longer rows
+    if single or (last.is_contiguous() and not x.is_contiguous()):
         return Planes(last.contiguous().view(x.shape[0], -1, x.shape[1]), 1)
     return Planes(x.contiguous().view(x.shape[0], x.shape[1], -1), 2)
 

@@ -34,6 +34,7 @@ FLAGS = ("-O3", "-ffp-contract=fast", "-fno-math-errno", "-fvisibility=hidden", 
 TARGETS = (("-march=native",), ())  # the second for compilers that don't know the first
 COMPILERS = ("cc", "gcc", "clang")
 PATIENCE = 120  # seconds for the compiler
+KINDS = (Tensor, torch.nn.Parameter)
 
 
 class Native(NamedTuple):
@@ -90,15 +91,12 @@ def _set_team(loaded: Any, team: int | None) -> None:
 
 def takes(*arrays: Tensor | None) -> bool:
     """Whether C can take these: float32 numbers in this computer's memory, nothing cleverer."""
-    return all(
-        array is None
-        or (
-            array.dtype == torch.float32
-            and array.device.type == "cpu"
-            and type(array) in (Tensor, torch.nn.Parameter)
-        )
-        for array in arrays
-    )
+    for array in arrays:
+        if array is None:
+            continue
+        if not array.is_cpu or array.dtype != torch.float32 or type(array) not in KINDS:
+            return False
+    return True
 
 
 def call(
@@ -106,15 +104,22 @@ def call(
     inputs: Sequence[Tensor | None],
     outputs: Sequence[Tensor | None],
     *numbers: int | float,
+    first: Sequence[Tensor] = (),
 ) -> None:
     """Call a function of the library: its arrays, its numbers, and as many threads as torch uses.
 
-    Inputs are made dense first; outputs have to be.
+    Inputs are made dense; outputs have to be, and those that come first in an order of their own.
     """
-    held = [None if array is None else array.resolve_neg().contiguous() for array in inputs]
-    addresses = [None if array is None else array.data_ptr() for array in (*held, *outputs)]
+    arrays = (*first, *map(_dense, inputs), *outputs)
+    addresses = [None if array is None else array.data_ptr() for array in arrays]
     numbers = (*numbers, torch.get_num_threads())
     _function(name, len(addresses), tuple(map(type, numbers)))(*addresses, *numbers)
+
+
+def _dense(array: Tensor | None) -> Tensor | None:
+    if array is None or (array.is_contiguous() and not array.is_neg()):
+        return array
+    return array.resolve_neg().contiguous()
 
 
 @functools.cache

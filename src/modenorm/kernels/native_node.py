@@ -18,7 +18,7 @@ from modenorm.buffers import recomputing
 from modenorm.checks import Options
 from modenorm.gates import LinearGate
 from modenorm.kernels import plain, runs_native
-from modenorm.kernels.layout import Planes, as_dense, as_planes, planes_like
+from modenorm.kernels.layout import as_dense, dense_like, is_channels_last
 from modenorm.kernels.native import call
 from modenorm.mixing import RunningEstimates
 
@@ -41,11 +41,11 @@ def mode_norm(
         return None
     given = gate_weight = gate_bias = None
     if isinstance(gates, LinearGate):
-        gate_weight, gate_bias = gates.weight.float(), gates.bias.float()
+        gate_weight, gate_bias = (plain.as_type(p, x.dtype) for p in (gates.weight, gates.bias))
     else:
         assert isinstance(gates, Tensor)
         given = gates.to(x.dtype)
-    inputs = (as_dense(x), given, gate_weight, gate_bias, weight, bias)
+    inputs = (as_dense(x.resolve_neg()), given, gate_weight, gate_bias, weight, bias)
     if not _fit(*inputs, estimates):
         return None
     if options.training and recomputing():
@@ -104,7 +104,7 @@ class _ModeNorm(torch.autograd.Function):
         estimates: RunningEstimates | None,
         options: Options,
     ) -> tuple[Tensor, Tensor | None]:
-        planes, y = as_planes(x), torch.empty_like(x)
+        y = torch.empty_like(x)
         if gates is None:
             assert gate_weight is not None
             used = x.new_empty((x.shape[0], gate_weight.shape[0]))
@@ -113,15 +113,16 @@ class _ModeNorm(torch.autograd.Function):
         num_modes = used.shape[1]
         rows, table = x.shape[0] * x.shape[1], num_modes * x.shape[1]
         kept, scratch = x.new_empty(3 * rows + 2 * table + num_modes), x.new_empty(rows + table)
-        sizes = _sizes(options.eps, weight, bias, planes, num_modes)
+        sizes = _sizes(options.eps, weight, bias, x, num_modes)
         call(
             "forward",
-            (planes.view, gate_weight, gate_bias, weight, bias),
+            (gate_weight, gate_bias, weight, bias),
             (y, used, kept, scratch, *_in_c_order(estimates)),
             -1.0 if options.momentum is None else float(options.momentum),
             int(options.running_update == "usage"),
             int(options.training or estimates is None),
             *sizes,
+            first=(x,),
         )
         ctx.save_for_backward(x, gates, gate_weight, gate_bias, weight, bias, used, kept)
         ctx.eps, ctx.sizes = options.eps, sizes
@@ -136,8 +137,6 @@ class _ModeNorm(torch.autograd.Function):
         if torch.is_grad_enabled() or dy is None or not runs_native(x, dy, dused):
             forward = partial(plain.mode_norm, eps=ctx.eps)
             return (*plain.differentiate(forward, inputs, needed, (dy, dused)), None, None)
-        planes = as_planes(x)
-        upstream = planes_like(dy, planes).view
         dx = torch.empty_like(x) if needed[0] else None
         parameters = (gate_weight, gate_bias, weight, bias)
         gradients = [None if p is None else x.new_empty(p.shape) for p in parameters]
@@ -146,9 +145,10 @@ class _ModeNorm(torch.autograd.Function):
         scratch = x.new_empty(4 * rows + 3 * table)
         call(
             "backward",
-            (upstream, planes.view, used, kept, gate_weight, weight, bias, dused),
+            (used, kept, gate_weight, weight, bias, dused),
             (dx, dgates, *gradients, scratch),
             *ctx.sizes,
+            first=(dense_like(dy, x), x),
         )
         return dx, None if gates is None else dgates, *gradients, None, None
 
@@ -160,11 +160,11 @@ def _in_c_order(estimates: RunningEstimates | None) -> tuple[Tensor | None, ...]
 
 
 def _sizes(
-    eps: float, weight: Tensor | None, bias: Tensor | None, planes: Planes, num_modes: int
+    eps: float, weight: Tensor | None, bias: Tensor | None, x: Tensor, num_modes: int
 ) -> tuple[int | float, ...]:
     """The numbers that both calls end with."""
-    num_samples, *sizes = planes.view.shape
-    last = planes.axis == 1
-    num_positions, num_channels = sizes if last else reversed(sizes)
+    num_samples, num_channels = x.shape[:2]
+    num_positions = x.numel() // (num_samples * num_channels)
     steps = (num_channels if p is not None and p.ndim == 2 else 0 for p in (weight, bias))
-    return float(eps), *steps, num_samples, num_channels, num_modes, num_positions, int(last)
+    sizes = (num_samples, num_channels, num_modes, num_positions)
+    return float(eps), *steps, *sizes, int(is_channels_last(x))

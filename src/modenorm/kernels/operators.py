@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from modenorm.kernels import plain
-from modenorm.kernels.layout import as_dense
+from modenorm.kernels.layout import as_dense, dense_like
 
 __all__ = ["available", "mode_norm"]
 
@@ -167,7 +167,7 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Scale, slope and offset of dx, then the inputs' gradients, of no size if there is none."""
     from modenorm.kernels.mode_plan import Inputs, plan_for
-    from modenorm.kernels.plan import dense_like, on_device
+    from modenorm.kernels.plan import on_device
 
     x, inputs = as_dense(x), Inputs(gates, gate_weight, gate_bias, weight, bias)
     outputs = _empty_gradients(x, gates, gate_weight, gate_bias, weight, bias)

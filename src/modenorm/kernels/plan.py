@@ -15,7 +15,6 @@ from modenorm.kernels.layout import is_channels_last
 __all__ = [
     "affine_kind",
     "aligned",
-    "dense_like",
     "geometry_of",
     "on_device",
     "pointer",
@@ -46,13 +45,6 @@ def aligned(tensors: tuple[Tensor | None, ...]) -> bool:
         if tensor is not None:
             bits |= tensor.data_ptr()
     return bits % 16 == 0
-
-
-def dense_like(dy: Tensor, x: Tensor) -> Tensor:
-    """The upstream gradient in x's order, at an address that the launches can take."""
-    if dy.stride() != x.stride() or dy.data_ptr() % 16:
-        dy = torch.empty_like(x).copy_(dy)
-    return dy
 
 
 @contextlib.contextmanager

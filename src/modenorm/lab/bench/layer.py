@@ -6,6 +6,7 @@ A norm is timed only after its output and gradients agree with the reference.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ import modenorm
 from modenorm import reference
 from modenorm.lab.bench.loop import LoopModeNorm
 from modenorm.lab.bench.names import split_name
-from modenorm.lab.bench.timing import device_time, peak_memory, wall_time
+from modenorm.lab.bench.timing import alternating, device_time, peak_memory, wall_time
 
 __all__ = ["CPU_SHAPES", "GPU_SHAPES", "Case", "measure", "norm_names"]
 
@@ -34,8 +35,8 @@ GPU_SHAPES = (
 )
 CPU_SHAPES = ((128, 16, 32, 32), (128, 64, 16, 16), (32, 64, 56, 56))
 TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 4e-3}
-TURNS = {"cuda": 1, "cpu": 4}
-"""Other programs disturb a CPU: there the norms take turns, and the fastest counts."""
+CPU_SECONDS = 3.0
+"""For each norm, of steps that alternate with the others'."""
 EAGER_TURNS, EAGER_SECONDS = 4, 0.05
 LAYOUTS = {"NCHW": torch.contiguous_format, "NHWC": torch.channels_last}
 
@@ -89,11 +90,8 @@ def measure(case: Case, names: Iterable[str], wall: bool = True) -> list[dict[st
     x, dy = case.tensor(seed=1), case.tensor(seed=2)
     times = {name: _checked_time(case, name, x, dy) for name in names}
     floor = _copy_floor(x)
-    for _ in range(TURNS[case.device] - 1):
-        floor = min(floor, _copy_floor(x))
-        for name, row in times.items():
-            again = _time(case, name, x, dy) if row else {}
-            row |= {what: min(row[what], time) for what, time in again.items() if time is not None}
+    if case.device == "cpu":
+        floor = _time_in_turns(case, times, x, dy)
     if wall:
         _time_eager(case, times, x, dy)
     return [_row(case, name, floor, times[name], times.get("bn")) for name in times]
@@ -160,6 +158,21 @@ def _time_eager(case: Case, times: dict[str, dict[str, Any]], x: Tensor, dy: Ten
         for name, step in steps.items():
             found = wall_time(step, EAGER_SECONDS)
             times[name]["eager_us"] = min(found, times[name].get("eager_us", found))
+
+
+def _time_in_turns(case: Case, times: dict[str, dict[str, Any]], x: Tensor, dy: Tensor) -> float:
+    """Medians of steps that alternate, in the place of what was timed; returns the floor's.
+
+    Other programs slow a CPU down for seconds at a time: what is timed one after the other can't be
+    compared.
+    """
+    other, names = torch.empty_like(x), list(times)
+    steps: list[Callable[[], object]] = [lambda: other.copy_(x)]
+    steps += [_step(case.norm(name), x, dy) for name in names]
+    floor, *found = (statistics.median(each) for each in alternating(steps, CPU_SECONDS))
+    for name, median in zip(names, found, strict=True):
+        times[name]["device_us"] = median
+    return 4 * floor
 
 
 def _copy_floor(x: Tensor) -> float:

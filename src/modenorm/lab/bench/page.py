@@ -160,7 +160,7 @@ def _train_table(rows: list[Row]) -> str:
 
 def _sparsity_table(rows: list[Row]) -> str:
     """What the penalty on modes costs."""
-    header = ["training step", "method", "step µs", "with the penalty", "% more", "% of trainings"]
+    header = ["training step", "method", "step µs", "penalty µs", "% of it", "% of a training"]
     lines = [
         [
             f"{row['model']}, N={row['batch']}, {row['size']}², {row['dtype']}, "
@@ -168,7 +168,7 @@ def _sparsity_table(rows: list[Row]) -> str:
             row["method"],
             _us(row["plain_us"]),
             _us(row["penalty_us"]),
-            f"{row['percent_of_step']:.1f}",
+            _with_error(row["percent_of_step"], row["percent_of_step_within"]),
             f"{row['percent_of_training']:.2f}",
         ]
         for row in rows

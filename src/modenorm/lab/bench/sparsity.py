@@ -6,6 +6,7 @@ on the gates in all steps.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,14 +14,14 @@ from typing import Any
 import torch
 
 from modenorm.lab.bench.model import model_names, network, training_step
-from modenorm.lab.bench.timing import device_time
+from modenorm.lab.bench.timing import alternating, captured, extra
 from modenorm.lab.training.schedule import PENALTY_EVERY
 from modenorm.sparsity import METHODS, ModeSparsity
 
 __all__ = ["SPARSITY_CASES", "SparsityCase", "measure_sparsity"]
 
-TURNS = 5
-"""How often each step is timed; the fastest counts, as programs of others disturb it."""
+SECONDS = 8.0
+"""For each step: what the penalty adds is small beside what other programs disturb."""
 
 
 @dataclass(frozen=True)
@@ -55,17 +56,17 @@ def _measure(case: SparsityCase, methods: list[str], device: str) -> Iterator[di
     images = torch.randn(case.batch, 3, case.size, case.size, device=device)
     images = images.to(memory_format=torch.channels_last)
     labels = torch.randint(0, 40, (case.batch,), device=device)
-    steps = {}
+    steps = []
     for method in (None, *methods):
         model = network(case.model, f"mn{case.modes}", 40).to(device)
         penalty = ModeSparsity(model, method=method) if method else None
-        steps[method] = training_step(model, images, labels, case.dtype, penalty=penalty)
-    times = dict.fromkeys(steps, float("inf"))
-    for _ in range(TURNS):
-        for method, step in steps.items():
-            times[method] = min(times[method], device_time(step, 0.04))
-    for method in methods:
-        percent = 100 * (times[method] / times[None] - 1)
+        step = training_step(model, images, labels, case.dtype, penalty=penalty)
+        steps.append(captured(step))
+    plain, *others = alternating(steps, SECONDS)
+    plain_us = statistics.median(plain)
+    for method, times in zip(methods, others, strict=True):
+        more = extra(times, plain)
+        percent = 100 * more.value / plain_us
         yield {
             "model": case.model,
             "batch": case.batch,
@@ -73,8 +74,9 @@ def _measure(case: SparsityCase, methods: list[str], device: str) -> Iterator[di
             "dtype": case.dtype,
             "norm": f"mn{case.modes}",
             "method": method,
-            "plain_us": times[None],
-            "penalty_us": times[method],
+            "plain_us": plain_us,
+            "penalty_us": more.value,
             "percent_of_step": percent,
+            "percent_of_step_within": 100 * more.within / plain_us,
             "percent_of_training": percent / (PENALTY_EVERY if method == "entropy" else 1),
         }

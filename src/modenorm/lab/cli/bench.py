@@ -54,8 +54,9 @@ TRAIN_COLUMNS = {
 }
 SPARSITY_COLUMNS = {
     "plain_us": "step µs",
-    "penalty_us": "with the penalty",
+    "penalty_us": "penalty µs",
     "percent_of_step": "% of a step",
+    "percent_of_step_within": "±",
     "percent_of_training": "% of the training",
 }
 SYNC_COLUMNS = {"local_us": "own µs", "shared_us": "shared µs", "bytes": "bytes given by a rank"}
