@@ -1,7 +1,9 @@
-"""Small models with batch norm, in the middle of training."""
+"""Small models: with batch norm in the middle of training, and with modes."""
 
 import torch
 from torch import nn
+
+import modenorm
 
 INPUTS = {1: (6, 3, 4), 2: (6, 3, 4, 4), 3: (6, 3, 2, 4, 4)}
 BATCHNORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
@@ -26,6 +28,10 @@ def small_model(norm=nn.BatchNorm2d, **options):
     trained(model[1])
     trained(model[4])
     return model
+
+
+def mode_model(norm=modenorm.ModeNorm2d):
+    return nn.Sequential(nn.Conv2d(3, 8, 3), norm(8, 4), nn.ReLU(), nn.Conv2d(8, 6, 3), norm(6, 2))
 
 
 def images(*shape):

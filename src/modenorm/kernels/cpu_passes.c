@@ -159,13 +159,14 @@ static void tile_moments(const void *data, i64 index)
     const Call *call = data;
     Tile t = tile_of(call, index / call->tiles, index % call->tiles, 0, call->positions);
     const float *x = call->x + t.start;
-    for (i64 c = 0; call->positions == 1 && c < t.channels; c++) {
-        call->first[t.at + c] = x[c];
-        if (call->second)
-            call->second[t.at + c] = x[c] - x[c]; /* NaN where there is no number */
-    }
-    if (call->positions == 1)
+    if (call->positions == 1) {
+        for (i64 c = 0; c < t.channels; c++) {
+            call->first[t.at + c] = x[c];
+            if (call->second)
+                call->second[t.at + c] = x[c] - x[c]; /* NaN where there is no number */
+        }
         return;
+    }
     double mean[WIDE] = {0}, square[WIDE] = {0};
     float middle[WIDE] = {0};
     i64 begin = least(FIRST, t.full);
@@ -230,12 +231,13 @@ static void tile_reduce(const void *data, i64 index)
     const Call *call = data;
     Tile t = tile_of(call, index / call->tiles, index % call->tiles, 0, call->positions);
     const float *x = call->x + t.start, *dy = call->dy + t.start;
-    for (i64 c = 0; call->positions == 1 && c < t.channels; c++) {
-        call->first[t.at + c] = dy[c];
-        call->second[t.at + c] = dy[c] * (x[c] - call->centre[t.at + c]);
-    }
-    if (call->positions == 1)
+    if (call->positions == 1) {
+        for (i64 c = 0; c < t.channels; c++) {
+            call->first[t.at + c] = dy[c];
+            call->second[t.at + c] = dy[c] * (x[c] - call->centre[t.at + c]);
+        }
         return;
+    }
     double total[WIDE] = {0}, product[WIDE] = {0};
     float centre[WIDE];
     widen(centre, call->centre, t);

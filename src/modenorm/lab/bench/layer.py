@@ -89,9 +89,7 @@ def measure(case: Case, names: Iterable[str], wall: bool = True) -> list[dict[st
     """One row per norm, the floor and batch norm first."""
     x, dy = case.tensor(seed=1), case.tensor(seed=2)
     times = {name: _checked_time(case, name, x, dy) for name in names}
-    floor = _copy_floor(x)
-    if case.device == "cpu":
-        floor = _time_in_turns(case, times, x, dy)
+    floor = _time_in_turns(case, times, x, dy) if case.device == "cpu" else _copy_floor(x)
     if wall:
         _time_eager(case, times, x, dy)
     return [_row(case, name, floor, times[name], times.get("bn")) for name in times]
@@ -133,7 +131,9 @@ def _checked_time(case: Case, name: str, x: Tensor, dy: Tensor) -> dict[str, Any
 def _time(case: Case, name: str, x: Tensor, dy: Tensor) -> dict[str, Any]:
     norm = case.norm(name)
     step = _step(norm, x, dy)
-    row: dict[str, Any] = {"device_us": device_time(step), "peak_bytes": peak_memory(step)}
+    row: dict[str, Any] = {"peak_bytes": peak_memory(step)}
+    if case.device != "cpu":
+        row["device_us"] = device_time(step)
     if not name.startswith("loop"):
         norm.eval()
         with torch.no_grad():
@@ -161,7 +161,7 @@ def _time_eager(case: Case, times: dict[str, dict[str, Any]], x: Tensor, dy: Ten
 
 
 def _time_in_turns(case: Case, times: dict[str, dict[str, Any]], x: Tensor, dy: Tensor) -> float:
-    """Medians of steps that alternate, in the place of what was timed; returns the floor's.
+    """Add medians of steps that alternate to the norms' times; returns the floor's.
 
     Other programs slow a CPU down for seconds at a time: what is timed one after the other can't be
     compared.
