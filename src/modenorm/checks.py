@@ -29,6 +29,7 @@ class Options(NamedTuple):
     eps: float = 1e-5
     running_update: str = "paper"
     ranks: Ranks | None = None  # others that share the statistics in training
+    gates_matter: bool = True  # whether someone looks at the gates that are returned
 
 
 def check_input(x: Tensor) -> None:

@@ -72,7 +72,7 @@ def mode_norm(
         raise ValueError(f"{given} is given without {missing}; give both or neither")
     if running_mean is not None and running_var is not None:
         estimates = RunningEstimates(running_mean, running_var, num_batches_tracked, running_share)
-    options = Options(training, momentum, eps, running_update)
+    options = Options(training, momentum, eps, running_update, gates_matter=False)
     check_options(options, estimates)
     return normalize_modes(x, gates, estimates, weight, bias, options, mask)[0]
 

@@ -140,7 +140,8 @@ class ModeNorm(Float32Buffers):
             )
         training = self.training and not (self.statistics_frozen and estimates is not None)
         ranks = in_use(self.ranks) if training else None
-        options = Options(training, self.momentum, self.eps, self.running_update, ranks)
+        heard = self.gate_listener is not None
+        options = Options(training, self.momentum, self.eps, self.running_update, ranks, heard)
         y, used = normalize_modes(
             x,
             self.gate if gates is None else gates,

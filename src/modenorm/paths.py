@@ -204,12 +204,10 @@ def _compiled_modes(
         gate_weight, gate_bias = _float(gates.weight), _float(gates.bias)
     else:
         given = _gates_of(gates, x, x, estimates)
-    y, used, mode_mean, mode_var, mass = operators.mode_norm(
-        x, given, gate_weight, gate_bias, weight, bias, options.eps
-    )
-    batch = mixing.Statistics(mode_mean, mode_var, mass, mass / x.shape[0])
-    _update_running(estimates, batch, options)
-    return y, used
+    inputs = (given, gate_weight, gate_bias, weight, bias)
+    if not options.training or recomputing():
+        estimates = None
+    return operators.mode_norm(x, *inputs, estimates, options)
 
 
 def _moments(

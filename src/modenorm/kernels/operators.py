@@ -14,8 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from modenorm import mixing
+from modenorm.checks import Options
 from modenorm.kernels import plain
 from modenorm.kernels.layout import as_dense, dense_like
+from modenorm.mixing import RunningEstimates
 
 __all__ = ["available", "mode_norm"]
 
@@ -35,15 +38,26 @@ def mode_norm(
     gate_bias: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Y, the gates (N, K), and the modes' mean, variance and mass; gates None: the linear gate."""
+    estimates: RunningEstimates | None,
+    options: Options,
+) -> tuple[Tensor, Tensor]:
+    """Y and the gates (N, K); gates None: the linear gate. Estimates are updated in place.
+
+    The gates have a gradient only if they matter.
+    """
     given = (gates, gate_weight, gate_bias, weight, bias)
-    constants = (None if t is None else t.detach() for t in (x, *given))
-    scale, shift, *kept = statistics(*constants, eps)
-    y, used = _Map.apply(x, *given, scale, shift, *kept, eps)
-    _, _, _, mode_mean, mode_var, mass = kept
-    return y, used, mode_mean, mode_var, mass
+    constants = [None if t is None else t.detach() for t in (x, *given)]
+    moved = estimates if estimates is not None and options.momentum is not None else None
+    usage = options.running_update == "usage"
+    rate = 0.0 if options.momentum is None else options.momentum
+    buffers = (None,) * 4 if moved is None else moved
+    scale, shift, *kept = statistics(*constants, *buffers, options.eps, rate, usage)
+    if estimates is not None and moved is None:
+        *_, mode_mean, mode_var, mass = kept
+        batch = mixing.Statistics(mode_mean, mode_var, mass, mass / x.shape[0])
+        mixing.update_running(estimates, batch, options.momentum, options.running_update)
+    y, *used = _Map.apply(x, *given, scale, shift, *kept, options.eps, options.gates_matter)
+    return y, used[0] if used else kept[0]
 
 
 class _Map(torch.autograd.Function):
@@ -67,14 +81,16 @@ class _Map(torch.autograd.Function):
         mode_var: Tensor,
         mass: Tensor,
         eps: float,
-    ) -> tuple[Tensor, Tensor]:
+        gates_matter: bool,
+    ) -> tuple[Tensor, ...]:
         given = (gates, gate_weight, gate_bias, weight, bias)
         ctx.save_for_backward(x, *given, used, mean, var, mode_mean, mode_var, mass)
         ctx.eps = eps
-        return plain.apply(x, mean, scale, shift), used.clone()
+        y = plain.apply(x, mean, scale, shift)
+        return (y, used.clone()) if gates_matter else (y,)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor, dused: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor, dused: Tensor | None = None) -> tuple[Tensor | None, ...]:
         x, *given, used, mean, var, mode_mean, mode_var, mass = ctx.saved_tensors
         kept = (used, mean, var, mode_mean, mode_var, mass)
         scale, slope, offset, *found = gradients(dy, dused, x, *given, *kept, ctx.eps)
@@ -82,10 +98,12 @@ class _Map(torch.autograd.Function):
         apart = x - mean.view(along)
         dx = dy * scale.view(along) + (apart * slope.view(along) + offset.view(along))
         present = (None if p is None else d for p, d in zip(given, found, strict=True))
-        return plain.as_type(dx, x.dtype), *present, *(None,) * 9
+        return plain.as_type(dx, x.dtype), *present, *(None,) * 10
 
 
-@torch.library.custom_op("modenorm::statistics", mutates_args=())
+@torch.library.custom_op(
+    "modenorm::statistics", mutates_args=("running_mean", "running_var", "tracked", "share")
+)
 def statistics(
     x: Tensor,
     gates: Tensor | None,
@@ -93,21 +111,30 @@ def statistics(
     gate_bias: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    tracked: Tensor | None,
+    share: Tensor | None,
     eps: float,
+    momentum: float,
+    usage: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Scale, shift, gates, mean, variance, and the modes' mean, variance and mass."""
     from modenorm.kernels.mode_plan import Inputs, plan_for
     from modenorm.kernels.plan import on_device
 
     x, inputs = as_dense(x), Inputs(gates, gate_weight, gate_bias, weight, bias)
+    estimates = None
+    if running_mean is not None and running_var is not None:
+        estimates = RunningEstimates(running_mean, running_var, tracked, share)
     outputs = _empty_statistics(x, gates, gate_weight)
     scale, shift, used, *kept = outputs
     if gates is not None:
         used.copy_(gates)
     with on_device(x) as stream:
-        plan = plan_for(x, inputs, eps)
+        plan = plan_for(x, inputs, eps, momentum, usage, estimates)
         finite = torch.empty_like(scale[:, 0])
-        plan.statistics(stream, x, inputs, None, used, finite, kept)
+        plan.statistics(stream, x, inputs, estimates, used, finite, kept)
         plan.coefficients(stream, inputs, used, kept, scale, shift)
     return outputs
 
@@ -120,7 +147,13 @@ def _(
     gate_bias: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    tracked: Tensor | None,
+    share: Tensor | None,
     eps: float,
+    momentum: float,
+    usage: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     return _empty_statistics(x, gates, gate_weight)
 
@@ -150,7 +183,7 @@ def _empty_statistics(
 @torch.library.custom_op("modenorm::gradients", mutates_args=())
 def gradients(
     dy: Tensor,
-    dused: Tensor,
+    dused: Tensor | None,
     x: Tensor,
     gates: Tensor | None,
     gate_weight: Tensor | None,
@@ -182,8 +215,9 @@ def gradients(
         u, s, dweights = (torch.empty_like(mode_mean) for _ in range(3))
         work = [slope, offset, scale, u, s, dweights]
         upstream = dense_like(dy, x)
+        dused = None if dused is None else dused.contiguous()
         plan.modes_backward(stream, upstream, x, inputs, used, kept, work, dweight, dbias)
-        plan.samples_backward(stream, inputs, used, dused.contiguous(), kept, work, dlogits)
+        plan.samples_backward(stream, inputs, used, dused, kept, work, dlogits)
         plan.parameters_backward(
             stream, inputs, mean, dweights, dlogits, dgate_weight, dgate_bias, dweight
         )
@@ -193,7 +227,7 @@ def gradients(
 @gradients.register_fake
 def _(
     dy: Tensor,
-    dused: Tensor,
+    dused: Tensor | None,
     x: Tensor,
     gates: Tensor | None,
     gate_weight: Tensor | None,
