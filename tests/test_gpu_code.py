@@ -17,15 +17,16 @@ from modenorm.kernels import launch as launches  # noqa: E402
 from modenorm.kernels.gpu import Geometry, Passes  # noqa: E402
 from modenorm.kernels.gpu_channels import ChannelMixing  # noqa: E402
 from modenorm.kernels.gpu_mixing import Mixing  # noqa: E402
+from modenorm.lab.models import narrow_conv  # noqa: E402
 
 STREAMED = ("x_ptr", "y_ptr", "dy_ptr", "dx_ptr")
 
 
 def compile_for(launch, capability):
-    """PTX of a launch as on a GPU: its kernel with the types and constants of its arguments."""
+    """A launch as on a GPU: its kernel with the types and constants of its arguments."""
     parameters = launch.kernel.params
     num_pointers = len(parameters) - len(launch.tail)
-    signature, constants = {}, {}
+    signature, constants, attributes = {}, {}, {}
     for i, parameter in enumerate(parameters):
         value = launch.tail[i - num_pointers] if i >= num_pointers else None
         if parameter.is_constexpr:
@@ -33,11 +34,12 @@ def compile_for(launch, capability):
         elif i < num_pointers:
             kind = "bf16" if parameter.name in STREAMED else "fp32"
             signature[parameter.name] = "*i64" if parameter.name == "tracked_ptr" else f"*{kind}"
+            attributes[(i,)] = [["tt.divisibility", 16]]
         else:
             signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
-    source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants)
+    source = ASTSource(launch.kernel, signature, constants, attributes)
     target = GPUTarget("cuda", capability, 32)
-    return triton.compile(source, target=target, options=launch.options).asm["ptx"]
+    return triton.compile(source, target=target, options=launch.options)
 
 
 def all_launches(*owners):
@@ -57,5 +59,28 @@ def test_kernels_compile(capability, channels_last, monkeypatch):
     found = all_launches(*owners)
     assert len(found) == (6 if channels_last else 17)
     for launch in found:
-        ptx = compile_for(launch, capability)
+        ptx = compile_for(launch, capability).asm["ptx"]
         assert ("griddepcontrol.wait" in ptx) == (capability >= 90), launch.kernel.__name__
+
+
+@pytest.mark.parametrize(
+    ("capability", "channels", "side"), [(90, 16, 32), (90, 32, 16), (90, 64, 8), (80, 64, 8)]
+)
+def test_narrow_convolutions_compile(capability, channels, side, monkeypatch):
+    """Matrix instructions, asynchronous copies, no more shared memory than an sm_80 has."""
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    monkeypatch.setattr(launches, "can_overlap", lambda: capability >= 90)
+    shape, weights = (128, channels, side, side), (channels, channels, 3, 3)
+    strides = (9 * channels, 1, 3 * channels, channels)
+    plan = [shape, weights, strides]
+    convs = [narrow_conv.conv_launch(*plan, flip) for flip in (False, True)]
+    wgrad, add_up, _ = narrow_conv.wgrad_launches(*plan)
+    for launch in (*convs, wgrad, add_up):
+        done = compile_for(launch, capability)
+        ptx = done.asm["ptx"]
+        name = launch.kernel.__name__
+        assert ("griddepcontrol.wait" in ptx) == (capability >= 90), name
+        assert done.metadata.shared <= 163 * 1024, name
+        if launch is not add_up:
+            assert "mma" in ptx, name
+            assert "cp.async" in ptx, name

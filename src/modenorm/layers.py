@@ -130,11 +130,9 @@ class ModeNorm(Float32Buffers):
             mask: (N, *positions), True where a position counts in the statistics.
         """
         self._check_input(x)
-        estimates = None
-        if self.running_mean is not None and self.running_var is not None:
-            estimates = RunningEstimates(
-                self.running_mean, self.running_var, self.num_batches_tracked, self.running_share
-            )
+        estimates, mean, var = None, self.running_mean, self.running_var
+        if mean is not None and var is not None:
+            estimates = RunningEstimates(mean, var, self.num_batches_tracked, self.running_share)
         if gates is not None and tuple(gates.shape) != (x.shape[0], self.num_modes):
             raise ValueError(
                 f"gates have shape {tuple(gates.shape)}; expected ({x.shape[0]}, {self.num_modes}):"

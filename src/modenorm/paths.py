@@ -168,7 +168,7 @@ def _fused_modes(
 
     gate_weight = gate_bias = given = None
     if isinstance(gates, LinearGate):
-        gate_weight, gate_bias = gates.weight.float(), gates.bias.float()
+        gate_weight, gate_bias = _float(gates.weight), _float(gates.bias)
     else:
         given = _gates_of(gates, x, x, estimates).contiguous()
     if options.training or estimates is None:
@@ -201,7 +201,7 @@ def _compiled_modes(
     """Maps for Inductor to fuse with their neighbours, their coefficients by our kernels."""
     gate_weight = gate_bias = given = None
     if isinstance(gates, LinearGate):
-        gate_weight, gate_bias = gates.weight.float(), gates.bias.float()
+        gate_weight, gate_bias = _float(gates.weight), _float(gates.bias)
     else:
         given = _gates_of(gates, x, x, estimates)
     y, used, mode_mean, mode_var, mass = operators.mode_norm(
@@ -378,6 +378,10 @@ def _empty_output(x: Tensor, *used: Tensor | None) -> Tensor:
 
 def _positions(x: Tensor) -> int:
     return x.shape[2:].numel()
+
+
+def _float(parameter: Tensor) -> Tensor:
+    return parameter if parameter.dtype == torch.float32 else parameter.float()
 
 
 def _cast(dtype: torch.dtype, parameter: Tensor | None) -> Tensor | None:

@@ -1,8 +1,10 @@
 /* Mode normalization of a float32 tensor on a CPU, one call each way: the passes, the mixing, and
-   what is around it, the linear gate and the running estimates. The one file to compile. */
+   what is around it, the linear gate and the running estimates. The one file to compile: it
+   includes all others. */
 
 #include "cpu_mixing.c"
 #include "cpu_passes.c"
+#include "gpu_launch.c"
 
 typedef struct {
     const float *mean, *weight, *gates;

@@ -18,11 +18,14 @@ from modenorm import exchange, mixing
 from modenorm.exchange import Ranks
 from modenorm.kernels import plain
 from modenorm.kernels.layout import as_dense, dense_like
-from modenorm.kernels.mode_plan import Inputs, plan_for
+from modenorm.kernels.mode_plan import Backward, Forward, Inference, Inputs, plan_for
 from modenorm.kernels.plan import on_device
 from modenorm.mixing import RunningEstimates
 
 __all__ = ["Training", "mode_norm", "mode_norm_inference"]
+
+Estimates = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+NO_ESTIMATES: Estimates = (None, None, None, None)
 
 
 class Training(NamedTuple):
@@ -62,16 +65,11 @@ def mode_norm_inference(
     x = as_dense(x)
     inputs = Inputs(None, gate_weight, gate_bias, weight, bias)
     with on_device(x) as stream:
-        plan = plan_for(x, inputs, eps, others=(running_mean, running_var))
+        estimates = (running_mean, running_var)
+        plan = plan_for(x, inputs, eps, others=estimates)
         y, gates = torch.empty_like(x), plan.gates_like(x)
-        memory = plan.inference.allocate(x.device)
-        mean, scale, shift, finite = plan.arrays(plan.inference, memory, "inference")
-        plan.passes.moments(stream, x, mean, scale)  # faster than the mean alone
-        plan.mixing.gates(stream, mean, mean, gate_weight, gate_bias, gates, finite)
-        estimates = [mean, mean, running_mean, running_var, None]
-        plan.coefficients(stream, inputs, gates, estimates, scale, shift)
-        plan.passes.apply(stream, x, mean, scale, shift, y)
-        plan.warm.add("inference")
+        scratch = plan.inference.allocate(x.device)
+        plan.run_inference(stream, Inference(x, *inputs[1:], *estimates, gates, scratch, y))
     return y, gates
 
 
@@ -94,51 +92,45 @@ class _ModeNorm(torch.autograd.Function):
             plan = plan_for(x, inputs, eps, momentum, usage, running)
             y = torch.empty_like(x)
             used = plan.gates_like(x) if gates is None else gates
-            memory, scratch = plan.kept.allocate(x.device), plan.forward.allocate(x.device)
-            kept = plan.arrays(plan.kept, memory, "forward")
-            scale, shift, finite = plan.arrays(plan.forward, scratch, "forward")
-            plan.statistics(stream, x, inputs, running, used, finite, kept)
-            if ranks is not None:
-                _merge(plan.kept.tensors(memory)[2:], plan.num_positions, training)
-            plan.coefficients(stream, inputs, used, kept, scale, shift)
-            plan.passes.apply(stream, x, kept[0], scale, shift, y)
-            plan.warm.add("forward")
-        ctx.save_for_backward(x, *inputs, used, memory)
+            kept, scratch = plan.kept.allocate(x.device), plan.forward.allocate(x.device)
+            estimates: Estimates = running or NO_ESTIMATES
+            arrays = Forward(x, *inputs, *estimates, used, kept, scratch, y)
+            if ranks is None:
+                plan.run_forward(stream, arrays)
+            else:
+                plan.run_statistics(stream, arrays)
+                _merge(plan.kept.tensors(kept)[2:], plan.num_positions, training)
+                plan.run_map(stream, arrays)
+        ctx.save_for_backward(x, *inputs, used, kept)
         ctx.eps, ctx.plan, ctx.ranks = eps, plan, ranks
         ctx.set_materialize_grads(False)
         return y, used
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dused: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, *given, used, memory = ctx.saved_tensors
+        x, *given, used, kept = ctx.saved_tensors
         if torch.is_grad_enabled() or dy is None:
             forward = partial(plain.mode_norm, eps=ctx.eps, ranks=ctx.ranks)
             needed = ctx.needs_input_grad
             return (*plain.differentiate(forward, (x, *given), needed, (dy, dused)), None)
         inputs = Inputs(*given)
         with on_device(x) as stream:
-            plan, stage = ctx.plan, "backward" if dused is None else "backward with gates"
-            dy = dense_like(dy, x)
+            plan, ranks, dy = ctx.plan, ctx.ranks, dense_like(dy, x)
+            dused = None if dused is None else dense_like(dused, used)
             dx, dlogits = torch.empty_like(x), torch.empty_like(used)
-            _, dgate_weight, dgate_bias, dweight, dbias = (
-                None if p is None else torch.empty_like(p) for p in inputs
-            )
+            gradients = [None if p is None else torch.empty_like(p) for p in inputs[1:]]
             scratch = plan.backward.allocate(x.device)
-            kept = plan.arrays(plan.kept, memory, stage)
-            work = plan.arrays(plan.backward, scratch, stage)
-            plan.modes_backward(stream, dy, x, inputs, used, kept, work, dweight, dbias)
-            if ctx.ranks is not None and any(ctx.needs_input_grad[:4]):
-                _sum(plan.backward.tensors(scratch)[3:5], plan.kept.tensors(memory)[4], ctx.ranks)
-            plan.samples_backward(stream, inputs, used, dused, kept, work, dlogits)
-            slope, offset, scale, *_, dweights = work
-            mean = kept[0]
-            plan.passes.apply_backward(stream, dy, x, mean, scale, slope, offset, dx)
-            plan.parameters_backward(
-                stream, inputs, mean, dweights, dlogits, dgate_weight, dgate_bias, dweight
-            )
-            plan.warm.add(stage)
+            places = (used, dused, kept, scratch, dx, dlogits)
+            arrays = Backward(dy, x, *inputs, *places, *gradients)
+            if ranks is None:
+                plan.run_backward[dused is None](stream, arrays)
+            else:
+                plan.run_modes_backward(stream, arrays)
+                if any(ctx.needs_input_grad[:4]):
+                    _sum(plan.backward.tensors(scratch)[3:5], plan.kept.tensors(kept)[4], ranks)
+                plan.run_samples_backward[dused is None](stream, arrays)
         dgates = dlogits if inputs.gates is not None else None
-        return dx, dgates, dgate_weight, dgate_bias, dweight, dbias, None
+        return dx, dgates, *gradients, None
 
 
 def _merge(statistics: list[Tensor], num_positions: int, training: Training) -> None:

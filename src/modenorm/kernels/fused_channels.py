@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,13 +19,13 @@ from modenorm.kernels.gpu_channels import MAX_CHANNELS, ChannelMixing
 from modenorm.kernels.launch import Slab
 from modenorm.kernels.layout import as_dense, dense_like
 from modenorm.kernels.plan import (
-    PlanMemory,
     affine_kind,
     aligned,
     geometry_of,
     on_device,
     pointer,
 )
+from modenorm.kernels.stage import Split, Stage, Stream
 
 __all__ = ["MAX_CHANNELS", "mode_group_norm"]
 
@@ -43,7 +43,38 @@ def mode_group_norm(
     return _ModeGroupNorm.apply(as_dense(x), gate_weight, gate_bias, weight, bias, eps, pixel)
 
 
-class _GroupPlan(PlanMemory):
+class _Forward(NamedTuple):
+    """The arrays of a forward, as tensors or as slots."""
+
+    x: Any
+    gate_weight: Any
+    gate_bias: Any
+    weight: Any
+    bias: Any
+    gates: Any  # (N, C, K)
+    kept: Any  # a slab
+    scratch: Any  # a slab
+    y: Any
+
+
+class _Backward(NamedTuple):
+    """The arrays of a backward."""
+
+    dy: Any
+    x: Any
+    gate_weight: Any
+    weight: Any
+    gates: Any
+    dgates: Any
+    kept: Any  # a slab
+    scratch: Any  # a slab
+    dx: Any
+    dgate: Any
+    dweight: Any
+    dbias: Any
+
+
+class _GroupPlan:
     """The launches and memory of a mode group norm of one size."""
 
     def __init__(
@@ -55,9 +86,8 @@ class _GroupPlan(PlanMemory):
         affine: tuple[bool, bool, bool],
         direct: bool,
     ) -> None:
-        super().__init__(direct)
         samples, channels, positions = geometry[:3]
-        self.passes = Passes(geometry, direct)
+        self.passes, self.pixel = Passes(geometry, direct), pixel
         self.mixing = ChannelMixing(
             samples, channels, positions, num_modes, eps, pixel, affine[:2], direct
         )
@@ -67,6 +97,37 @@ class _GroupPlan(PlanMemory):
         self.forward = Slab(rows, rows)  # scale, shift
         slope = rows if pixel else (1,)
         self.backward = Slab(rows, rows, rows, rows, slope, (samples, 2 * num_modes))
+        self.run_forward = Stage(direct, self._forward)
+        self.run_backward = tuple(Stage(direct, self._backward) for _ in (False, True))
+        """With a gradient of the gates from elsewhere, and without."""
+
+    def _forward(self, stream: Stream, split: Split, arrays: _Forward) -> None:
+        x, gate_weight, gate_bias, weight, bias, gates, kept, scratch, y = arrays
+        mean, var, mode_mean, mode_var = split(self.kept, kept)
+        scale, shift = split(self.forward, scratch)
+        (self.passes.moments if self.pixel else self.passes.mean)(stream, x, mean, var)
+        affine = (pointer(weight, mean), pointer(bias, mean))
+        self.mixing.forward(
+            stream, mean, var, gate_weight, gate_bias, *affine, scale, shift, gates,
+            mode_mean, mode_var,
+        )  # fmt: skip
+        self.passes.apply(stream, x, mean, scale, shift, y)
+
+    def _backward(self, stream: Stream, split: Split, arrays: _Backward) -> None:
+        dy, x, gate_weight, weight, gates, dgates, kept, scratch, dx, dgate, *found = arrays
+        mean, var, mode_mean, mode_var = split(self.kept, kept)
+        a, d, scale, offset, slope, dgate_parts = split(self.backward, scratch)
+        self.passes.reduce_backward(stream, dy, x, mean, d, a)
+        mix, passes = self.mixing, self.passes
+        samples = mix.backward if dgates is None else mix.backward_extra
+        samples(
+            stream, mean, var, gates, mode_mean, mode_var, gate_weight, pointer(weight, mean),
+            pointer(dgates, gates), a, d, scale, slope, offset, dgate_parts,
+        )  # fmt: skip
+        last = passes.apply_backward if self.pixel else passes.apply_backward_flat
+        last(stream, dy, x, mean, scale, slope, offset, dx)
+        dweight, dbias = (pointer(gradient, mean) for gradient in found)
+        mix.parameters(stream, mean, mode_mean, mode_var, a, d, dgate_parts, dweight, dbias, dgate)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -107,26 +168,8 @@ class _ModeGroupNorm(torch.autograd.Function):
             )
             y = torch.empty_like(x)
             gates = torch.empty(plan.gates_shape, device=x.device, dtype=torch.float32)
-            kept, memory = plan.kept.allocate(x.device), plan.forward.allocate(x.device)
-            mean, var, mode_mean, mode_var = plan.arrays(plan.kept, kept, "forward")
-            scale, shift = plan.arrays(plan.forward, memory, "forward")
-            (plan.passes.moments if pixel else plan.passes.mean)(stream, x, mean, var)
-            plan.mixing.forward(
-                stream,
-                mean,
-                var,
-                gate_weight,
-                gate_bias,
-                pointer(weight, mean),
-                pointer(bias, mean),
-                scale,
-                shift,
-                gates,
-                mode_mean,
-                mode_var,
-            )
-            plan.passes.apply(stream, x, mean, scale, shift, y)
-            plan.warm.add("forward")
+            kept, scratch = plan.kept.allocate(x.device), plan.forward.allocate(x.device)
+            plan.run_forward(stream, _Forward(*inputs, gates, kept, scratch, y))
         ctx.save_for_backward(*inputs, gates, kept)
         ctx.eps, ctx.pixel, ctx.plan = eps, pixel, plan
         ctx.set_materialize_grads(False)
@@ -141,50 +184,15 @@ class _ModeGroupNorm(torch.autograd.Function):
             found = plain.differentiate(forward, inputs, ctx.needs_input_grad, (dy, dgates))
             return (*found, None, None)
         with on_device(x) as stream:
-            plan, stage = ctx.plan, "backward" if dgates is None else "backward with gates"
-            dy = dense_like(dy, x)
+            plan, dy = ctx.plan, dense_like(dy, x)
+            dgates = None if dgates is None else dense_like(dgates, gates)
             dx = torch.empty_like(x)
             dgate = torch.empty((2, *gate_weight.shape), device=x.device, dtype=torch.float32)
             dweight, dbias = (None if p is None else torch.empty_like(p) for p in (weight, bias))
-            memory = plan.backward.allocate(x.device)
-            mean, var, mode_mean, mode_var = plan.arrays(plan.kept, kept, stage)
-            a, d, scale, offset, slope, dgate_parts = plan.arrays(plan.backward, memory, stage)
-            mix = plan.mixing
-            plan.passes.reduce_backward(stream, dy, x, mean, d, a)
-            samples = mix.backward if dgates is None else mix.backward_extra
-            samples(
-                stream,
-                mean,
-                var,
-                gates,
-                mode_mean,
-                mode_var,
-                gate_weight,
-                pointer(weight, mean),
-                gates if dgates is None else dgates.contiguous(),
-                a,
-                d,
-                scale,
-                slope,
-                offset,
-                dgate_parts,
-            )
-            passes = plan.passes
-            last = passes.apply_backward if ctx.pixel else passes.apply_backward_flat
-            last(stream, dy, x, mean, scale, slope, offset, dx)
-            mix.parameters(
-                stream,
-                mean,
-                mode_mean,
-                mode_var,
-                a,
-                d,
-                dgate_parts,
-                pointer(dweight, mean),
-                pointer(dbias, mean),
-                dgate,
-            )
-            plan.warm.add(stage)
+            scratch = plan.backward.allocate(x.device)
+            given = (dy, x, gate_weight, weight, gates, dgates, kept, scratch)
+            arrays = _Backward(*given, dx, dgate, dweight, dbias)
+            plan.run_backward[dgates is None](stream, arrays)
         return dx, dgate[0], dgate[1], dweight, dbias, None, None
 
 

@@ -260,19 +260,28 @@ class Mixing:
         direct: bool,
     ) -> None:
         modes = triton.next_power_of_2(num_modes)
-        warps = 8 if num_channels * modes > 4096 else 4
-        wide = min(triton.next_power_of_2(num_channels), max(16, 1024 * warps // modes))
-        block = min(triton.next_power_of_2(num_channels), 16 if num_channels <= 1024 else 32)
-        walk = min(triton.next_power_of_2(num_samples), 4096 // block)
+        samples, channels = map(triton.next_power_of_2, (num_samples, num_channels))
+        wide = min(channels, max(16, 8192 // modes))
+        # of the backward pass, which holds more numbers in registers
+        half = min(channels, max(16, 4096 // modes))
+        half_warps = 4 if half * modes >= 4096 else 2
+        many = num_channels * num_modes >= 8192
+        block = min(channels, 32 if many else 16)
+        walk = min(samples, 4096 // block)
         by_mode = (triton.cdiv(num_channels, block), num_modes)
-        narrow = min(triton.next_power_of_2(num_channels), 128)
-        few = min(triton.next_power_of_2(num_samples), 1024 // narrow, 8)
+        narrow = min(channels, 128)
+        few = min(samples, 1024 // narrow, 8)
         sizes = (num_samples, num_channels, num_modes)
         self.gates = Launch(
-            _gates_kernel, (num_samples,), sizes[1:], (has_gate, modes, wide), warps, direct
+            _gates_kernel, (num_samples,), sizes[1:], (has_gate, modes, wide), 4, direct
         )
         self.statistics = Launch(
-            _statistics_kernel, by_mode, (*sizes, momentum), (*running, walk, block), 8, direct
+            _statistics_kernel,
+            by_mode,
+            (*sizes, momentum),
+            (*running, walk, block),
+            4 if many else 8,
+            direct,
         )
         self.coefficients = Launch(
             _coefficients_kernel,
@@ -283,15 +292,20 @@ class Mixing:
             direct,
         )
         self.modes_backward = Launch(
-            modes_backward_kernel, by_mode, (*sizes, eps), (*affine, walk, block), 8, direct
+            modes_backward_kernel,
+            by_mode,
+            (*sizes, eps),
+            (*affine, walk // 2 if many and walk > 1 else walk, block),
+            4,
+            direct,
         )
         self.samples_backward, self.samples_backward_extra = (
             Launch(
                 samples_backward_kernel,
                 (num_samples,),
                 (num_channels, num_modes, num_positions, eps),
-                (*affine, has_gate, extra, modes, wide),
-                warps,
+                (*affine, has_gate, extra, modes, half),
+                half_warps,
                 direct,
             )
             for extra in (False, True)
@@ -302,6 +316,6 @@ class Mixing:
             by_mode,
             sizes,
             (has_gate, has_weight and not per_mode, walk, modes, block),
-            8,
+            4,
             direct,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,13 +18,30 @@ from torch import Tensor
 from modenorm.kernels.gpu_arrays import can_overlap
 from modenorm.kernels.layout import interpreting
 
-__all__ = ["DRIVER_IS_KNOWN", "Launch", "Slab", "current_stream"]
+__all__ = ["DRIVER_IS_KNOWN", "Launch", "Pointer", "Recorder", "Slab", "Slot", "current_stream"]
 
-Pointer = Tensor | int
 DRIVER_IS_KNOWN = triton.__version__.startswith("3.6.")
 """Whether kernels are handed to the driver directly, and arrays as addresses."""
 MOST_SMALL_PROGRAMS = 1 << 14
 """More programs than this, of few warps each, start faster if they do not overlap others."""
+
+
+class Slot(NamedTuple):
+    """An array of a launch that is only recorded: some bytes after one of a call's addresses."""
+
+    base: int
+    offset: int
+    ndim: int
+
+
+Pointer = Tensor | int | Slot
+
+
+class Recorder:
+    """Stands in for a stream, and notes what is launched on it."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[Launch, tuple[Pointer, ...]]] = []
 
 
 class Launch:
@@ -57,17 +74,19 @@ class Launch:
         if overlaps:
             self.options["launch_pdl"] = True
         self.direct = direct and not interpreting()
+        self.compiled: Any = None
         self.start: Callable[[int, tuple, tuple], None] | None = None
 
-    def __call__(self, stream: int, *pointers: Pointer) -> None:
+    def __call__(self, stream: int | Recorder, *pointers: Pointer) -> None:
         """Launch on a stream; the first call compiles and needs tensors."""
-        start = self.start
-        if start is None:
-            done = self.kernel[self.grid](*pointers, *self.tail, **self.options)
+        if isinstance(stream, Recorder):
+            stream.launches.append((self, pointers))
+        elif self.start is not None:
+            self.start(stream, pointers, self.tail)
+        else:
+            self.compiled = self.kernel[self.grid](*pointers, *self.tail, **self.options)
             if self.direct:
-                self.start = _starter(done, self.grid)
-            return
-        start(stream, pointers, self.tail)
+                self.start = _starter(self.compiled, self.grid)
 
 
 def current_stream(x: Tensor) -> int:
@@ -115,6 +134,13 @@ class Slab:
         """The arrays, as views."""
         return [
             memory[start : start + torch.Size(shape).numel()].view(shape)
+            for start, shape in zip(self.starts, self.shapes, strict=True)
+        ]
+
+    def slots(self, memory: Slot) -> list[Slot]:
+        """The arrays, as places in memory that every call has elsewhere."""
+        return [
+            Slot(memory.base, memory.offset + 4 * start, len(shape))
             for start, shape in zip(self.starts, self.shapes, strict=True)
         ]
 

@@ -1,8 +1,8 @@
 """The launches of a mode norm of one size, and the memory between them.
 
-Forward: moments, gates, statistics, coefficients; the map follows. Backward: reduce, modes,
-samples; the map and the parameters follow. fused.py makes one autograd node of them, operators.py
-hands them to `torch.compile`.
+Forward: moments, gates, statistics, coefficients, map. Backward: reduce, modes, samples, map,
+parameters. fused.py makes one autograd node of them, operators.py hands all but the maps to
+`torch.compile`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from torch import Tensor
 from modenorm.kernels.gpu import Geometry, Passes
 from modenorm.kernels.gpu_mixing import Mixing
 from modenorm.kernels.launch import Pointer, Slab
-from modenorm.kernels.plan import PlanMemory, affine_kind, aligned, geometry_of, pointer
+from modenorm.kernels.plan import affine_kind, aligned, geometry_of, pointer
+from modenorm.kernels.stage import Split, Stage, Stream
 from modenorm.mixing import RunningEstimates
 
-__all__ = ["Inputs", "ModePlan", "plan_for"]
+__all__ = ["Backward", "Forward", "Inference", "Inputs", "ModePlan", "plan_for"]
 
 
 class Inputs(NamedTuple):
@@ -45,8 +46,84 @@ class Inputs(NamedTuple):
         return self.weight is not None and self.weight.ndim == 2
 
 
-class ModePlan(PlanMemory):
-    """The launches and memory of a mode norm of one size."""
+class Forward(NamedTuple):
+    """The arrays of a training step's forward, as tensors or as slots."""
+
+    x: Any
+    gates: Any
+    gate_weight: Any
+    gate_bias: Any
+    weight: Any
+    bias: Any
+    running_mean: Any
+    running_var: Any
+    tracked: Any
+    share: Any
+    used: Any  # gates, (N, K)
+    kept: Any  # a slab
+    scratch: Any  # a slab
+    y: Any
+
+    @property
+    def inputs(self) -> Inputs:
+        """What was given beside x."""
+        return Inputs(*self[1:6])
+
+    @property
+    def running(self) -> RunningEstimates | None:
+        """The running estimates to update."""
+        return None if self.running_mean is None else RunningEstimates(*self[6:10])
+
+
+class Inference(NamedTuple):
+    """The arrays of an evaluation."""
+
+    x: Any
+    gate_weight: Any
+    gate_bias: Any
+    weight: Any
+    bias: Any
+    running_mean: Any
+    running_var: Any
+    used: Any
+    scratch: Any  # a slab
+    y: Any
+
+
+class Backward(NamedTuple):
+    """The arrays of a backward."""
+
+    dy: Any
+    x: Any
+    gates: Any
+    gate_weight: Any
+    gate_bias: Any
+    weight: Any
+    bias: Any
+    used: Any
+    dused: Any
+    kept: Any  # a slab
+    scratch: Any  # a slab
+    dx: Any
+    dlogits: Any
+    dgate_weight: Any
+    dgate_bias: Any
+    dweight: Any
+    dbias: Any
+
+    @property
+    def inputs(self) -> Inputs:
+        """What was given beside x."""
+        return Inputs(*self[2:7])
+
+
+class ModePlan:
+    """The launches and memory of a mode norm of one size.
+
+    `run_forward` is `run_statistics` and then `run_map`, `run_backward` is `run_modes_backward` and
+    then `run_samples_backward`: the halves are for ranks, which exchange something in between. Of a
+    backward there are two: gates with a gradient from elsewhere, and without.
+    """
 
     def __init__(
         self,
@@ -59,7 +136,6 @@ class ModePlan(PlanMemory):
         running: tuple[bool, bool, bool, bool],
         direct: bool,
     ) -> None:
-        super().__init__(direct)
         samples, channels, positions = geometry[:3]
         self.num_modes, self.num_samples, self.num_positions = num_modes, samples, positions
         self.passes = Passes(geometry, direct)
@@ -70,15 +146,60 @@ class ModePlan(PlanMemory):
         self.forward = Slab(rows, rows, (samples,))  # scale, shift, finite
         self.inference = Slab(rows, rows, rows, (samples,))  # mean, scale, shift, finite
         self.backward = Slab(rows, rows, rows, modes, modes, modes)  # A, D, scale, u, s, dweights
+        self.run_forward = Stage(direct, self._statistics, self._map)
+        self.run_statistics = Stage(direct, self._statistics)
+        self.run_map = Stage(direct, self._map)
+        self.run_inference = Stage(direct, self._inference)
+        gradients = (self._modes_backward, self._samples_backward)
+        self.run_backward = tuple(Stage(direct, *gradients) for _ in (False, True))
+        self.run_modes_backward = Stage(direct, self._modes_backward)
+        self.run_samples_backward = tuple(
+            Stage(direct, self._samples_backward) for _ in (False, True)
+        )
 
     def gates_like(self, x: Tensor) -> Tensor:
         """Memory for the gates, (N, K)."""
         shape = (self.num_samples, self.num_modes)
         return torch.empty(shape, device=x.device, dtype=torch.float32)
 
+    def _statistics(self, stream: Stream, split: Split, arrays: Forward) -> None:
+        kept, finite = split(self.kept, arrays.kept), split(self.forward, arrays.scratch)[2]
+        self.statistics(stream, arrays.x, arrays.inputs, arrays.running, arrays.used, finite, kept)
+
+    def _map(self, stream: Stream, split: Split, arrays: Forward) -> None:
+        kept, (scale, shift, _) = split(self.kept, arrays.kept), split(self.forward, arrays.scratch)
+        self.coefficients(stream, arrays.inputs, arrays.used, kept, scale, shift)
+        self.passes.apply(stream, arrays.x, kept[0], scale, shift, arrays.y)
+
+    def _inference(self, stream: Stream, split: Split, arrays: Inference) -> None:
+        mean, scale, shift, finite = split(self.inference, arrays.scratch)
+        x, gate_weight, gate_bias, weight, bias, running_mean, running_var, used, _, y = arrays
+        self.passes.moments(stream, x, mean, scale)  # faster than the mean alone
+        self.mixing.gates(stream, mean, mean, gate_weight, gate_bias, used, finite)
+        estimates = [mean, mean, running_mean, running_var, None]
+        inputs = Inputs(None, gate_weight, gate_bias, weight, bias)
+        self.coefficients(stream, inputs, used, estimates, scale, shift)
+        self.passes.apply(stream, x, mean, scale, shift, y)
+
+    def _modes_backward(self, stream: Stream, split: Split, arrays: Backward) -> None:
+        kept, work = split(self.kept, arrays.kept), split(self.backward, arrays.scratch)
+        dweight, dbias = arrays.dweight, arrays.dbias
+        given = (arrays.dy, arrays.x, arrays.inputs, arrays.used)
+        self.modes_backward(stream, *given, kept, work, dweight, dbias)
+
+    def _samples_backward(self, stream: Stream, split: Split, arrays: Backward) -> None:
+        kept, work = split(self.kept, arrays.kept), split(self.backward, arrays.scratch)
+        inputs, mean, dlogits = arrays.inputs, kept[0], arrays.dlogits
+        self.samples_backward(stream, inputs, arrays.used, arrays.dused, kept, work, dlogits)
+        slope, offset, scale, *_, dweights = work
+        lines = (mean, scale, slope, offset)
+        self.passes.apply_backward(stream, arrays.dy, arrays.x, *lines, arrays.dx)
+        found = (arrays.dgate_weight, arrays.dgate_bias, arrays.dweight)
+        self.parameters_backward(stream, inputs, mean, dweights, dlogits, *found)
+
     def statistics(
         self,
-        stream: int,
+        stream: Stream,
         x: Tensor,
         inputs: Inputs,
         running: RunningEstimates | None,
@@ -102,7 +223,7 @@ class ModePlan(PlanMemory):
 
     def coefficients(
         self,
-        stream: int,
+        stream: Stream,
         inputs: Inputs,
         used: Tensor,
         kept: list[Any],
@@ -116,7 +237,7 @@ class ModePlan(PlanMemory):
 
     def modes_backward(
         self,
-        stream: int,
+        stream: Stream,
         dy: Tensor,
         x: Tensor,
         inputs: Inputs,
@@ -138,7 +259,7 @@ class ModePlan(PlanMemory):
 
     def samples_backward(
         self,
-        stream: int,
+        stream: Stream,
         inputs: Inputs,
         used: Tensor,
         dused: Tensor | None,
@@ -152,7 +273,7 @@ class ModePlan(PlanMemory):
         mix = self.mixing
         launch = mix.samples_backward if dused is None else mix.samples_backward_extra
         parameters = (pointer(p, mean) for p in (inputs.weight, inputs.bias, inputs.gate_weight))
-        extra = used if dused is None else dused.contiguous()
+        extra = used if dused is None else dused
         launch(
             stream, mean, var, used, mode_mean, mode_var, u, s, *parameters, extra,
             a, d, scale, dlogits,
@@ -160,7 +281,7 @@ class ModePlan(PlanMemory):
 
     def parameters_backward(
         self,
-        stream: int,
+        stream: Stream,
         inputs: Inputs,
         mean: Pointer,
         dweights: Pointer,

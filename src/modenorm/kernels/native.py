@@ -28,8 +28,8 @@ from torch import Tensor
 __all__ = ["SWITCH", "Native", "call", "library", "takes"]
 
 SWITCH = "MODENORM_CPU_KERNELS"  # 0: torch operators run instead
-NAMES = ("cpu_layer.c", "cpu_mixing.c", "cpu_passes.c", "cpu_common.h")  # the first includes all
-SOURCES = tuple(Path(__file__).with_name(name) for name in NAMES)
+NAMES = ("cpu_layer.c", "cpu_mixing.c", "cpu_passes.c", "gpu_launch.c", "cpu_common.h")
+SOURCES = tuple(Path(__file__).with_name(name) for name in NAMES)  # the first includes all
 FLAGS = ("-O3", "-ffp-contract=fast", "-fno-math-errno", "-fvisibility=hidden", "-shared", "-fPIC")
 TARGETS = (("-march=native",), ())  # the second for compilers that don't know the first
 COMPILERS = ("cc", "gcc", "clang")

@@ -183,7 +183,7 @@ def gradients(
         work = [slope, offset, scale, u, s, dweights]
         upstream = dense_like(dy, x)
         plan.modes_backward(stream, upstream, x, inputs, used, kept, work, dweight, dbias)
-        plan.samples_backward(stream, inputs, used, dused, kept, work, dlogits)
+        plan.samples_backward(stream, inputs, used, dused.contiguous(), kept, work, dlogits)
         plan.parameters_backward(
             stream, inputs, mean, dweights, dlogits, dgate_weight, dgate_bias, dweight
         )

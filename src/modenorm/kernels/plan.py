@@ -1,39 +1,24 @@
-"""What the fused nodes share: where a call's memory is."""
+"""What the fused nodes share: what a plan depends on, and how tensors reach its launches."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from modenorm.kernels.gpu import Geometry
-from modenorm.kernels.launch import DRIVER_IS_KNOWN, Pointer, Slab, current_stream
-from modenorm.kernels.layout import interpreting, is_channels_last
+from modenorm.kernels.launch import Pointer, current_stream
+from modenorm.kernels.layout import is_channels_last
 
 __all__ = [
-    "PlanMemory",
     "affine_kind",
     "aligned",
     "geometry_of",
     "on_device",
     "pointer",
 ]
-
-
-class PlanMemory:
-    """How a plan's small arrays are handed to its launches."""
-
-    def __init__(self, direct: bool) -> None:
-        self.direct = direct and DRIVER_IS_KNOWN and not interpreting()
-        self.warm: set[str] = set()
-
-    def arrays(self, slab: Slab, memory: Tensor, stage: str) -> list[Any]:
-        """Tensors while a stage has kernels to compile, addresses from then on."""
-        known = self.direct and stage in self.warm
-        return slab.addresses(memory) if known else slab.tensors(memory)
 
 
 def geometry_of(x: Tensor) -> Geometry:

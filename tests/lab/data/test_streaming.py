@@ -49,7 +49,11 @@ def batches(
     stream = SampleStream(len(data), 5, options.get("seed", 3), augment=True)
     loader = StreamLoader(data, stream, 7, part)
     loader.load(start, 7)
-    yield [loader.next_batch() for _ in range(start, 7)]
+    found = []
+    for _ in range(start, 7):
+        loader.feed()
+        found.append(loader.next_batch())
+    yield found
     loader.close()
 
 

@@ -55,7 +55,14 @@ def _capture(step: Step) -> torch.cuda.CUDAGraph:
 
 def captured(step: Step) -> Step:
     """The step as a CUDA graph, which costs the host nothing; on a CPU the step itself."""
-    return _capture(step).replay if torch.cuda.is_available() else step
+    if not torch.cuda.is_available():
+        return step
+    graph = _capture(step)
+
+    def replay(_: Step = step) -> None:  # the step's tensors live as long as the graph
+        graph.replay()
+
+    return replay
 
 
 def _events(graph: torch.cuda.CUDAGraph, replays: int) -> float:

@@ -218,13 +218,17 @@ def derive_seed(seed: int, purpose: str) -> int:
 
 
 class Batches(Protocol):
-    """Where a training step takes its batches from."""
+    """Where a training step takes its batches from.
 
-    capturable: bool
-    """Whether `next_batch` can be part of a CUDA graph."""
+    A step is `feed`, which has the host's part of the work, and then `next_batch`, which may be
+    part of a CUDA graph.
+    """
 
     def load(self, start: int, stop: int) -> None:
         """Prepare the steps start to stop − 1."""
+
+    def feed(self) -> None:
+        """Bring the next batch to where `next_batch` finds it."""
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
         """The next images (N, C, H, W) and labels (N)."""
@@ -249,8 +253,6 @@ class Loader:
         part: The samples of every batch to deliver, such as those of one rank.
     """
 
-    capturable = True
-
     def __init__(
         self,
         data: DeviceImages,
@@ -271,6 +273,9 @@ class Loader:
     def state(self) -> list[Tensor]:
         """The tensors that `next_batch` changes."""
         return [self._counter]
+
+    def feed(self) -> None:
+        """Nothing to do here: the device counts for itself."""
 
     def close(self) -> None:
         """Nothing to do here."""

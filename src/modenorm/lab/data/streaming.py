@@ -162,13 +162,18 @@ class StreamedImages:
         chunks = (samples[i : i + size] for i in range(0, len(samples), size))
         places = ([Place(sample, None) for sample in chunk] for chunk in chunks)
         files = ImageFiles(self.size[0])
-        for images, labels in self.deliver(files, places):
-            yield Batch(images, labels, torch.zeros_like(labels))
+        for decoded in self.deliver(files, places):
+            pixels, labels = (part.to(self.device, non_blocking=True) for part in decoded)
+            yield Batch(self.normalise(pixels), labels, torch.zeros_like(labels))
+
+    def normalise(self, pixels: Tensor) -> Tensor:
+        """Images (N, C, S, S) of uint8 (N, S, S, C), in the format that is wanted."""
+        return self._normalise(pixels).contiguous(memory_format=self._format)
 
     def deliver(
         self, files: ImageFiles, batches: Iterator[list[Place]]
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Normalised images and labels of each batch, on the device, in order."""
+        """Pixels uint8 (N, S, S, C) and labels (N) of each batch, on the host, in order."""
         context = _context() if self.workers else None
         served = context is not None and context.get_start_method() == "forkserver"
         decoded: DataLoader[Decoded] = DataLoader(
@@ -185,8 +190,7 @@ class StreamedImages:
         for batch in decoded:
             if isinstance(batch, DataError):
                 raise batch
-            pixels, labels = (part.to(self.device, non_blocking=True) for part in batch)
-            yield self._normalise(pixels).contiguous(memory_format=self._format), labels
+            yield batch
 
     def _wanted(self, place: Place) -> Wanted:
         path, label = self.listing.paths[place.sample], self.listing.labels[place.sample]
@@ -250,6 +254,9 @@ def _as_it_is(batch: Decoded) -> Decoded:
 class StreamLoader:
     """Training batches of streamed images, decoded ahead of the training.
 
+    The host brings each batch into buffers that stay in place, so that a CUDA graph can hold what
+    is done with it: a training whose workers need all cores has no time for launches.
+
     Args:
         data: The training set.
         stream: The order of samples.
@@ -257,18 +264,19 @@ class StreamLoader:
         part: The samples of every batch to deliver, such as those of one rank.
     """
 
-    capturable = False
-
     def __init__(
         self, data: StreamedImages, stream: SampleStream, steps: int, part: slice = slice(None)
     ) -> None:
         self.data, self.stream, self._steps, self._part = data, stream, steps, part
         self._files = ImageFiles(data.size[0], stream.seed, stream.augment)
+        count = len(range(stream.batch)[part])
+        self._pixels = torch.zeros((count, *data.size, 3), dtype=torch.uint8, device=data.device)
+        self._labels = torch.zeros(count, dtype=torch.int64, device=data.device)
         self._next = -1  # the step that the running workers deliver next
         self._batches: Iterator[tuple[Tensor, Tensor]] = iter(())
 
     def state(self) -> list[Tensor]:
-        """No tensors: there is no capture whose warm-up would have to be taken back."""
+        """No tensors: `next_batch` changes none."""
         return []
 
     def load(self, start: int, stop: int) -> None:
@@ -277,10 +285,15 @@ class StreamLoader:
             self._next = start
             self._batches = self.data.deliver(self._files, self._places(start))
 
-    def next_batch(self) -> tuple[Tensor, Tensor]:
-        """The next normalised images (N, C, H, W) and labels (N)."""
+    def feed(self) -> None:
+        """Bring the next decoded batch into the buffers."""
         self._next += 1
-        return next(self._batches)
+        for buffer, decoded in zip((self._pixels, self._labels), next(self._batches), strict=True):
+            buffer.copy_(decoded, non_blocking=True)
+
+    def next_batch(self) -> tuple[Tensor, Tensor]:
+        """The normalised images (N, C, H, W) in the buffers and their labels (N)."""
+        return self.data.normalise(self._pixels), self._labels.clone()
 
     def close(self) -> None:
         """Stop the workers."""

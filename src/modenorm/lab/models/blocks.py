@@ -4,6 +4,8 @@ from collections import OrderedDict
 
 from torch import nn
 
+from modenorm.lab.models.narrow_conv import NarrowConv2d, fits
+
 
 def sequential(**modules: nn.Module) -> nn.Sequential:
     """Chain modules under the names of the arguments."""
@@ -16,8 +18,11 @@ def he_conv(in_channels: int, out_channels: int, kernel_size: int, stride: int =
     Weights are normal with variance 2 / fan_out (He et al. 2015, in the form of the published
     ResNet code).
     """
-    conv = nn.Conv2d(
-        in_channels, out_channels, kernel_size, stride, padding=kernel_size // 2, bias=False
-    )
+    if fits(in_channels, out_channels, kernel_size, stride):
+        conv: nn.Conv2d = NarrowConv2d(in_channels, out_channels)
+    else:
+        conv = nn.Conv2d(
+            in_channels, out_channels, kernel_size, stride, padding=kernel_size // 2, bias=False
+        )
     nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
     return conv

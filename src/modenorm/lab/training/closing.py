@@ -29,10 +29,16 @@ def pruned(
         tolerance: As for `prune_modes`.
     """
     smaller = copy.deepcopy(model)
+    return smaller, prune_modes(smaller, _first_images(loader, batches), tolerance)
+
+
+def _first_images(loader: Batches, batches: int) -> list[Tensor]:
     loader.load(0, batches)
-    return smaller, prune_modes(
-        smaller, [loader.next_batch()[0] for _ in range(batches)], tolerance
-    )
+    images = []
+    for _ in range(batches):
+        loader.feed()
+        images.append(loader.next_batch()[0])
+    return images
 
 
 @torch.no_grad()

@@ -35,7 +35,7 @@ from modenorm.lab.training.usage import ModeUsage
 CHUNK = {"cuda": 256, "cpu": 16}
 """Steps prepared at once; the loss is looked at after each chunk."""
 SHORT_CHUNK = 16
-"""The same where steps are not captured: large, or with other ranks that may want to stop."""
+"""The same where steps are long: on images of files, or with other ranks that may want to stop."""
 TURN = {"cuda": 16, "cpu": 1}
 """Steps queued before others have their turn."""
 SAVING_SHARE = 0.02
@@ -229,8 +229,7 @@ class Training:
             self._step.forward = self.ranks.parallel(self.model)
         if self.run.config.compile and compiles_on(self.lane.device):
             self._step.forward = compiled(self._step.forward)
-        alone = self.ranks.size == 1 and self._step.loader.capturable
-        if self.lane.stream is None or not alone:
+        if self.lane.stream is None or self.ranks.size > 1:
             return self._step
         self._load_chunk()
         kinds = (False, True) if self.run.config.sparsity else (False,)
@@ -245,6 +244,7 @@ class Training:
             with self.lane.enter():
                 for step in range(self.position.step, self.position.step + count):
                     self._draw_apart(step)
+                    self._step.loader.feed()
                     advance(self.schedule.penalty_at(step))
             self.position.step += count
             if self.position.step == self.schedule.closing:

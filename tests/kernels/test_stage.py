@@ -1,0 +1,228 @@
+"""Launches in one call of C: the driver that gets them here runs Triton's interpreter."""
+
+import copy
+import ctypes
+import inspect
+import types
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from test_fused import layer_for, tensor
+
+import modenorm
+from modenorm.kernels import fused_channels, launch, mode_plan, plan, stage
+from modenorm.kernels.layout import interpreting
+from modenorm.kernels.native import library
+
+if not interpreting():
+    pytest.skip("a stand-in for the driver needs the interpreter", allow_module_level=True)
+if library().library is None:
+    pytest.skip("there is no C compiler", allow_module_level=True)
+
+U32, U64, ADDRESS = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_void_p
+
+
+class Attribute(ctypes.Structure):
+    _fields_ = (("id", U32), ("padding", U32), ("on", ctypes.c_int32), ("rest", U32 * 15))
+
+
+class Config(ctypes.Structure):
+    _fields_ = (
+        ("grid", U32 * 3),
+        ("block", U32 * 3),
+        ("shared", U32),
+        ("stream", ADDRESS),
+        ("attributes", ctypes.POINTER(Attribute)),
+        ("count", U32),
+    )
+
+
+class StandIn:
+    """Looks like the CUDA driver, and runs the kernels it is given in the interpreter."""
+
+    def __init__(self, monkeypatch):
+        self.kernels, self.arrays, self.log, self.error = {}, (), [], 0
+        kind = ctypes.CFUNCTYPE(
+            ctypes.c_int, ctypes.POINTER(Config), ADDRESS, ctypes.POINTER(ADDRESS), ADDRESS
+        )
+        self.function = kind(self.run)
+        address = ctypes.cast(self.function, ADDRESS).value
+        monkeypatch.setattr(stage, "_driver", lambda: address)
+        monkeypatch.setattr(stage, "interpreting", lambda: False)
+        monkeypatch.setattr(plan, "current_stream", lambda x: 7)
+        monkeypatch.setattr(stage, "DRIVER_IS_KNOWN", True)
+        one_by_one, all_at_once = launch.Launch.__call__, stage.Stage.__call__
+
+        def compile_first(this, stream, *pointers):
+            one_by_one(this, stream, *pointers)
+            this.compiled = this.compiled or self.compiled(this, pointers)
+
+        def remember(this, stream, arrays):
+            self.arrays = [array for array in arrays if array is not None]
+            all_at_once(this, stream, arrays)
+
+        monkeypatch.setattr(launch.Launch, "__call__", compile_first)
+        monkeypatch.setattr(stage.Stage, "__call__", remember)
+
+    def compiled(self, this, pointers):
+        """What Triton would return: ints of 1 are constants to it, as `tl.constexpr` are."""
+        names = list(inspect.signature(this.kernel.fn).parameters)[len(pointers) :]
+        kinds = ["*fp32"] * len(pointers)
+        for name, value in zip(names, this.tail, strict=True):
+            number = "fp32" if isinstance(value, float) else "i32"
+            kinds.append("constexpr" if name.isupper() or value == 1 else number)
+        function = 1000 + len(self.kernels)
+        self.kernels[function] = this, kinds
+        run = types.SimpleNamespace(
+            global_scratch_size=0, profile_scratch_size=0, launch_pdl=len(self.kernels) % 2
+        )
+        source = types.SimpleNamespace(signature=dict(enumerate(kinds)))
+        metadata = (this.options["num_warps"], 1, 48)
+        return types.SimpleNamespace(
+            function=function, packed_metadata=metadata, run=run, src=source
+        )
+
+    def run(self, config, function, arguments, extra):
+        config = config.contents
+        this, kinds = self.kernels[function]
+        assert tuple(config.grid) == this.grid
+        assert tuple(config.block) == (32 * this.options["num_warps"], 1, 1)
+        assert (config.shared, config.stream, extra) == (48, 7, None)
+        assert config.count == this.compiled.run.launch_pdl
+        assert (config.attributes[0].id, config.attributes[0].on) == (6, 1)
+        passed = iter(range(len(kinds)))
+        if self.error:
+            return self.error
+        given = [
+            this.tail[i - len(kinds)]
+            if kind == "constexpr"
+            else self.read(arguments[next(passed)], kind)
+            for i, kind in enumerate(kinds)
+        ]
+        place = next(passed)
+        assert [self.read(arguments[place + i], "i64") for i in range(2)] == [0, 0]
+        this.kernel[this.grid](*given)
+        self.log.append(this.kernel.__name__)
+        return 0
+
+    def read(self, address, kind):
+        types_ = {"fp32": ctypes.c_float, "i32": ctypes.c_int32, "i64": ctypes.c_int64}
+        if kind in types_:
+            return types_[kind].from_address(address).value
+        target = U64.from_address(address).value
+        for array in self.arrays:
+            start = target - array.data_ptr()
+            if 0 <= start < array.numel() * array.element_size():
+                flat = array.as_strided((array.numel(),), (1,))
+                return flat[start // array.element_size() :]
+        raise AssertionError("an address outside of all arrays")
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    caches = (mode_plan._plan, fused_channels._group_plan)
+    for cache in caches:
+        cache.cache_clear()
+    yield StandIn(monkeypatch)
+    for cache in caches:
+        cache.cache_clear()
+
+
+def step(layer, x, dy, penalty=None, **given):
+    """Output, gradients and buffers of a training step on a copy of the layer."""
+    layer = copy.deepcopy(layer)
+    penalty = modenorm.ModeSparsity(layer) if penalty else None
+    x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+    y = layer(x, **given)
+    loss = (y * dy).sum() + (penalty() if penalty else 0)
+    learnt = [p for n, p in layer.named_parameters() if not (given and n.startswith("gate."))]
+    return [y, *torch.autograd.grad(loss, [x, *learnt]), *layer.buffers()]
+
+
+def check(stand_in, wanted, found, kernels):
+    for a, b in zip(wanted, found, strict=True):
+        assert torch.equal(a, b)
+    assert stand_in.log == kernels
+
+
+FORWARD = ["_moments_kernel", "_gates_kernel", "_statistics_kernel", "_coefficients_kernel"]
+FORWARD += ["_apply_kernel"]
+BACKWARD = ["_reduce_backward_kernel", "modes_backward_kernel", "samples_backward_kernel"]
+BACKWARD += ["_apply_backward_kernel", "parameters_backward_kernel"]
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["first", "last"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"affine": False},
+        {"per_mode_affine": True},
+        {"momentum": 0.3, "running_update": "usage"},
+        {"track_running_stats": False},
+        {"penalty": True},
+        {"given": True},
+    ],
+    ids=lambda options: "-".join(options) or "plain",
+)
+def test_a_training_step(stand_in, options, channels_last):
+    torch.manual_seed(0)
+    options = dict(options)
+    given, penalty = options.pop("given", False), options.pop("penalty", False)
+    x = tensor((5, 6, 3, 4), "cpu", torch.float32, channels_last)
+    layer, dy = layer_for(x.shape, 3, "cpu", **options), torch.randn_like(x)
+    more = {"gates": torch.softmax(torch.randn(5, 3), 1)} if given else {}
+    first = step(layer, x, dy, penalty, **more)
+    assert stand_in.log == []
+    check(stand_in, first, step(layer, x, dy, penalty, **more), FORWARD + BACKWARD)
+
+
+def test_evaluation(stand_in):
+    layer = layer_for((5, 6, 3, 4), 3, "cpu").eval()
+    with torch.no_grad():
+        x = torch.randn(5, 6, 3, 4)
+        first = layer(x)
+        other = torch.randn(5, 6, 3, 4)
+        check(stand_in, [first], [layer(x)], FORWARD[:2] + FORWARD[3:])
+        assert not torch.equal(layer(other), first)  # addresses are those of the call
+
+
+@pytest.mark.parametrize("variance", ["pooled", "pixel"])
+def test_mode_group_norm(stand_in, variance):
+    torch.manual_seed(0)
+    layer = modenorm.ModeGroupNorm(6, 3, variance=variance)
+    x, dy = torch.randn(5, 6, 3, 4), torch.randn(5, 6, 3, 4)
+    first = step(layer, x, dy)
+    assert stand_in.log == []
+    again = step(layer, x, dy)
+    assert len(stand_in.log) == 7
+    for a, b in zip(first, again, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_thread_without_context(stand_in, monkeypatch):
+    torch.manual_seed(0)
+    layer, x = modenorm.ModeNorm2d(6), torch.randn(5, 6, 3, 4)
+    wanted = layer(x)
+    entered = []
+
+    def enter():
+        entered.append(list(stand_in.log))
+        stand_in.error = 0
+
+    monkeypatch.setattr(stage, "_enter_context", enter)
+    stand_in.error = stage.INVALID_CONTEXT
+    assert torch.equal(layer(x), wanted)
+    assert entered == [[]]
+    assert stand_in.log == FORWARD
+
+
+def test_an_error_of_the_driver(stand_in):
+    layer, x = modenorm.ModeNorm2d(6), torch.randn(5, 6, 3, 4)
+    layer(x)
+    stand_in.error = 700
+    with pytest.raises(RuntimeError, match="refused to launch a kernel: error 700"):
+        layer(x)
