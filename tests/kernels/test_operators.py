@@ -106,6 +106,7 @@ def test_compiled_layer(device, training, kind, dtype):
         found.append([y, *torch.autograd.grad(y, [leaf, *parameters.parameters()], dy)])
     tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-4
     for value, wanted in zip(*found, strict=True):
-        assert_close(value, wanted, tolerance, "", floor=tolerance / 10)
+        # the gradient of a gate's bias is what is left of sums that are a thousand times as large
+        assert_close(value, wanted, tolerance, "", floor=tolerance)
     for value, wanted in zip(layer.buffers(), twin.buffers(), strict=True):
         assert_close(value, wanted, 1e-3, "buffer")
