@@ -5,10 +5,10 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from test_fused import assert_close, layer_for, tensor
 
 import modenorm
 from modenorm import layers
-from test_fused import assert_close, layer_for, tensor
 
 
 @pytest.fixture
