@@ -140,9 +140,8 @@ def _sync_table(rows: list[Row]) -> str:
 
 
 def _train_table(rows: list[Row]) -> str:
-    """Trainings of the laboratory, and what watching their modes costs."""
-    header = ["training", "norm", "step µs", "images/s", "speed × first", "record_gates, % of eval"]
-    header += ["mode log, % of training"]
+    """Trainings of the laboratory, and what watching their modes costs if that was measured."""
+    header = ["training", "norm", "step µs", "images/s", "speed × first"]
     lines = [
         [
             _training_name(row),
@@ -150,11 +149,15 @@ def _train_table(rows: list[Row]) -> str:
             _us(row["step_us"]),
             f"{row['images_per_s']:.0f}",
             _ratio(row["speed_to_first"]),
-            _with_error(row.get("record_gates_percent"), row.get("record_gates_percent_within")),
-            _ratio(row.get("log_modes_percent_of_training")),
         ]
         for row in rows
     ]
+    if "record_gates_percent" in rows[0]:
+        header += ["record_gates, % of eval", "mode log, % of training"]
+        for line, row in zip(lines, rows, strict=True):
+            within = row.get("record_gates_percent_within")
+            line += [_with_error(row["record_gates_percent"], within)]
+            line += [_ratio(row["log_modes_percent_of_training"])]
     return _markdown(header, lines) + "\n\n" + _conditions(rows)
 
 
