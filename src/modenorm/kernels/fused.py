@@ -18,7 +18,8 @@ from modenorm import exchange, mixing
 from modenorm.exchange import Ranks
 from modenorm.kernels import plain
 from modenorm.kernels.layout import as_dense, dense_like
-from modenorm.kernels.mode_plan import Backward, Forward, Inference, Inputs, plan_for
+from modenorm.kernels.mode_arrays import Backward, Forward, Inference, Inputs
+from modenorm.kernels.mode_plan import plan_for
 from modenorm.kernels.plan import on_device
 from modenorm.mixing import RunningEstimates
 

@@ -1,128 +1,37 @@
 """The launches of a mode norm of one size, and the memory between them.
 
 Forward: moments, gates, statistics, coefficients, map. Backward: reduce, modes, samples, map,
-parameters. fused.py makes one autograd node of them, operators.py hands all but the maps to
-`torch.compile`.
+parameters. Between the streaming passes at both ends, small sizes have one launch each way.
+fused.py makes one autograd node of them, operators.py hands all but the maps to `torch.compile`.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from modenorm.kernels.gpu import Geometry, Passes
 from modenorm.kernels.gpu_mixing import Mixing
+from modenorm.kernels.gpu_small_mixing import SmallMixing, is_small
 from modenorm.kernels.launch import Pointer, Slab
+from modenorm.kernels.mode_arrays import Backward, Forward, Inference, Inputs
 from modenorm.kernels.plan import affine_kind, aligned, geometry_of, pointer
 from modenorm.kernels.stage import Split, Stage, Stream
 from modenorm.mixing import RunningEstimates
 
-__all__ = ["Backward", "Forward", "Inference", "Inputs", "ModePlan", "plan_for"]
-
-
-class Inputs(NamedTuple):
-    """What a mode norm is given beside x: gates or a linear gate, and the affine parameters."""
-
-    gates: Tensor | None
-    gate_weight: Tensor | None
-    gate_bias: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-
-    @property
-    def num_modes(self) -> int:
-        """K."""
-        if self.gates is not None:
-            return self.gates.shape[1]
-        assert self.gate_weight is not None
-        return self.gate_weight.shape[0]
-
-    @property
-    def per_mode(self) -> bool:
-        """Whether every mode has a weight of its own."""
-        return self.weight is not None and self.weight.ndim == 2
-
-
-class Forward(NamedTuple):
-    """The arrays of a training step's forward, as tensors or as slots."""
-
-    x: Any
-    gates: Any
-    gate_weight: Any
-    gate_bias: Any
-    weight: Any
-    bias: Any
-    running_mean: Any
-    running_var: Any
-    tracked: Any
-    share: Any
-    used: Any  # gates, (N, K)
-    kept: Any  # a slab
-    scratch: Any  # a slab
-    y: Any
-
-    @property
-    def inputs(self) -> Inputs:
-        """What was given beside x."""
-        return Inputs(*self[1:6])
-
-    @property
-    def running(self) -> RunningEstimates | None:
-        """The running estimates to update."""
-        return None if self.running_mean is None else RunningEstimates(*self[6:10])
-
-
-class Inference(NamedTuple):
-    """The arrays of an evaluation."""
-
-    x: Any
-    gate_weight: Any
-    gate_bias: Any
-    weight: Any
-    bias: Any
-    running_mean: Any
-    running_var: Any
-    used: Any
-    scratch: Any  # a slab
-    y: Any
-
-
-class Backward(NamedTuple):
-    """The arrays of a backward."""
-
-    dy: Any
-    x: Any
-    gates: Any
-    gate_weight: Any
-    gate_bias: Any
-    weight: Any
-    bias: Any
-    used: Any
-    dused: Any
-    kept: Any  # a slab
-    scratch: Any  # a slab
-    dx: Any
-    dlogits: Any
-    dgate_weight: Any
-    dgate_bias: Any
-    dweight: Any
-    dbias: Any
-
-    @property
-    def inputs(self) -> Inputs:
-        """What was given beside x."""
-        return Inputs(*self[2:7])
+__all__ = ["ModePlan", "plan_for"]
 
 
 class ModePlan:
     """The launches and memory of a mode norm of one size.
 
-    `run_forward` is `run_statistics` and then `run_map`, `run_backward` is `run_modes_backward` and
-    then `run_samples_backward`: the halves are for ranks, which exchange something in between. Of a
-    backward there are two: gates with a gradient from elsewhere, and without.
+    `run_statistics` and `run_map` do what `run_forward` does, `run_modes_backward` and
+    `run_samples_backward` what `run_backward` does: the halves are for ranks, which exchange
+    something in between. Of a backward there are two: gates with a gradient from elsewhere, and
+    without.
     """
 
     def __init__(
@@ -141,17 +50,19 @@ class ModePlan:
         self.passes = Passes(geometry, direct)
         options = (eps, momentum, has_gate, affine, running, direct)
         self.mixing = Mixing(samples, channels, positions, num_modes, *options)
+        self.small = None
+        if is_small(samples, channels, num_modes):
+            self.small = SmallMixing(samples, channels, positions, num_modes, *options)
         rows, modes = (samples, channels), (num_modes, channels)
         self.kept = Slab(rows, rows, modes, modes, (num_modes,))  # mean, var, of modes, mass
         self.forward = Slab(rows, rows, (samples,))  # scale, shift, finite
         self.inference = Slab(rows, rows, rows, (samples,))  # mean, scale, shift, finite
         self.backward = Slab(rows, rows, rows, modes, modes, modes)  # A, D, scale, u, s, dweights
-        self.run_forward = Stage(direct, self._statistics, self._map)
+        self.run_forward = Stage(direct, self._forward)
         self.run_statistics = Stage(direct, self._statistics)
         self.run_map = Stage(direct, self._map)
         self.run_inference = Stage(direct, self._inference)
-        gradients = (self._modes_backward, self._samples_backward)
-        self.run_backward = tuple(Stage(direct, *gradients) for _ in (False, True))
+        self.run_backward = tuple(Stage(direct, self._backward) for _ in (False, True))
         self.run_modes_backward = Stage(direct, self._modes_backward)
         self.run_samples_backward = tuple(
             Stage(direct, self._samples_backward) for _ in (False, True)
@@ -161,6 +72,12 @@ class ModePlan:
         """Memory for the gates, (N, K)."""
         shape = (self.num_samples, self.num_modes)
         return torch.empty(shape, device=x.device, dtype=torch.float32)
+
+    def _forward(self, stream: Stream, split: Split, arrays: Forward) -> None:
+        kept, work = split(self.kept, arrays.kept), split(self.forward, arrays.scratch)
+        self.mix(stream, arrays.x, arrays.inputs, arrays.running, arrays.used, kept, work)
+        scale, shift, _ = work
+        self.passes.apply(stream, arrays.x, kept[0], scale, shift, arrays.y)
 
     def _statistics(self, stream: Stream, split: Split, arrays: Forward) -> None:
         kept, finite = split(self.kept, arrays.kept), split(self.forward, arrays.scratch)[2]
@@ -181,6 +98,13 @@ class ModePlan:
         self.coefficients(stream, inputs, used, estimates, scale, shift)
         self.passes.apply(stream, x, mean, scale, shift, y)
 
+    def _backward(self, stream: Stream, split: Split, arrays: Backward) -> None:
+        kept, work = split(self.kept, arrays.kept), split(self.backward, arrays.scratch)
+        self.mix_backward(stream, arrays, kept, work)
+        slope, offset, scale, *_ = work
+        lines = (kept[0], scale, slope, offset)
+        self.passes.apply_backward(stream, arrays.dy, arrays.x, *lines, arrays.dx)
+
     def _modes_backward(self, stream: Stream, split: Split, arrays: Backward) -> None:
         kept, work = split(self.kept, arrays.kept), split(self.backward, arrays.scratch)
         dweight, dbias = arrays.dweight, arrays.dbias
@@ -197,6 +121,54 @@ class ModePlan:
         found = (arrays.dgate_weight, arrays.dgate_bias, arrays.dweight)
         self.parameters_backward(stream, inputs, mean, dweights, dlogits, *found)
 
+    def mix(
+        self,
+        stream: Stream,
+        x: Tensor,
+        inputs: Inputs,
+        running: RunningEstimates | None,
+        used: Tensor,
+        kept: list[Any],
+        work: list[Any],
+    ) -> None:
+        """Moments, gates, the modes' statistics with their running update; scale and shift."""
+        scale, shift, finite = work
+        if self.small is None:
+            self.statistics(stream, x, inputs, running, used, finite, kept)
+            self.coefficients(stream, inputs, used, kept, scale, shift)
+            return
+        mean, var, *of_modes = kept
+        self.passes.moments(stream, x, mean, var)
+        gate = (pointer(inputs.gate_weight, mean), pointer(inputs.gate_bias, mean))
+        affine = (pointer(inputs.weight, mean), pointer(inputs.bias, mean))
+        self.small.forward(
+            stream, mean, var, *gate, used, *_estimates(running, mean), *of_modes, *affine,
+            scale, shift,
+        )  # fmt: skip
+
+    def mix_backward(
+        self, stream: Stream, arrays: Backward, kept: list[Any], work: list[Any]
+    ) -> None:
+        """All gradients but dx, of which slope, offset and scale."""
+        mean, used, dused, inputs = kept[0], arrays.used, arrays.dused, arrays.inputs
+        *of_gate, dweight, dbias = arrays[-4:]
+        if self.small is None:
+            given = (arrays.dy, arrays.x, inputs, used)
+            self.modes_backward(stream, *given, kept, work, dweight, dbias)
+            self.samples_backward(stream, inputs, used, dused, kept, work, arrays.dlogits)
+            found = (arrays.dlogits, *of_gate, dweight)
+            self.parameters_backward(stream, inputs, mean, work[-1], *found)
+            return
+        a, d, scale, u, s, _ = work
+        self.passes.reduce_backward(stream, arrays.dy, arrays.x, mean, d, a)
+        launch = self.small.backward if dused is None else self.small.backward_extra
+        parameters = (pointer(p, mean) for p in (inputs.weight, inputs.bias, inputs.gate_weight))
+        gradients = (pointer(g, mean) for g in arrays[-4:])
+        launch(
+            stream, mean, kept[1], used, *kept[2:], *parameters, used if dused is None else dused,
+            a, d, scale, u, s, arrays.dlogits, *gradients,
+        )  # fmt: skip
+
     def statistics(
         self,
         stream: Stream,
@@ -212,14 +184,8 @@ class ModePlan:
         self.passes.moments(stream, x, mean, var)
         gate = (pointer(inputs.gate_weight, mean), pointer(inputs.gate_bias, mean))
         self.mixing.gates(stream, mean, var, *gate, used, finite)
-        buffers = running or RunningEstimates(mean, mean)
-        counters = (
-            pointer(buffers.num_batches_tracked, mean),
-            pointer(buffers.share, mean),
-        )
-        self.mixing.statistics(
-            stream, mean, var, used, finite, buffers.mean, buffers.var, *counters, *of_modes
-        )
+        buffers = _estimates(running, mean)
+        self.mixing.statistics(stream, mean, var, used, finite, *buffers, *of_modes)
 
     def coefficients(
         self,
@@ -333,6 +299,12 @@ def _plan(
     direct: bool,
 ) -> ModePlan:
     return ModePlan(geometry, num_modes, eps, momentum, has_gate, affine, running, direct)
+
+
+def _estimates(running: RunningEstimates | None, mean: Pointer) -> tuple[Pointer, ...]:
+    """What a launch takes for the running estimates, whether there are any or not."""
+    given = running or (None,) * 4
+    return tuple(pointer(estimate, mean) for estimate in given)
 
 
 def _running_kind(running: RunningEstimates | None, usage: bool) -> tuple[bool, bool, bool, bool]:

@@ -120,7 +120,8 @@ def statistics(
     usage: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Scale, shift, gates, mean, variance, and the modes' mean, variance and mass."""
-    from modenorm.kernels.mode_plan import Inputs, plan_for
+    from modenorm.kernels.mode_arrays import Inputs
+    from modenorm.kernels.mode_plan import plan_for
     from modenorm.kernels.plan import on_device
 
     x, inputs = as_dense(x), Inputs(gates, gate_weight, gate_bias, weight, bias)
@@ -133,9 +134,8 @@ def statistics(
         used.copy_(gates)
     with on_device(x) as stream:
         plan = plan_for(x, inputs, eps, momentum, usage, estimates)
-        finite = torch.empty_like(scale[:, 0])
-        plan.statistics(stream, x, inputs, estimates, used, finite, kept)
-        plan.coefficients(stream, inputs, used, kept, scale, shift)
+        work = [scale, shift, torch.empty_like(scale[:, 0])]
+        plan.mix(stream, x, inputs, estimates, used, kept, work)
     return outputs
 
 
@@ -199,28 +199,24 @@ def gradients(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Scale, slope and offset of dx, then the inputs' gradients, of no size if there is none."""
-    from modenorm.kernels.mode_plan import Inputs, plan_for
+    from modenorm.kernels.mode_arrays import Backward, Inputs
+    from modenorm.kernels.mode_plan import plan_for
     from modenorm.kernels.plan import on_device
 
     x, inputs = as_dense(x), Inputs(gates, gate_weight, gate_bias, weight, bias)
     outputs = _empty_gradients(x, gates, gate_weight, gate_bias, weight, bias)
     scale, slope, offset, dgates, *found = outputs
-    dgate_weight, dgate_bias, dweight, dbias = (
-        None if p is None else d for p, d in zip(inputs[1:], found, strict=True)
-    )
+    present = [None if p is None else d for p, d in zip(inputs[1:], found, strict=True)]
     kept = [mean, var, mode_mean, mode_var, mass]
     with on_device(x) as stream:
         plan = plan_for(x, inputs, eps, others=(used, *kept))
         dlogits = torch.empty_like(used) if gates is None else dgates
         u, s, dweights = (torch.empty_like(mode_mean) for _ in range(3))
         work = [slope, offset, scale, u, s, dweights]
-        upstream = dense_like(dy, x)
         dused = None if dused is None else dused.contiguous()
-        plan.modes_backward(stream, upstream, x, inputs, used, kept, work, dweight, dbias)
-        plan.samples_backward(stream, inputs, used, dused, kept, work, dlogits)
-        plan.parameters_backward(
-            stream, inputs, mean, dweights, dlogits, dgate_weight, dgate_bias, dweight
-        )
+        places = (used, dused, None, None, None, dlogits)
+        arrays = Backward(dense_like(dy, x), x, *inputs, *places, *present)
+        plan.mix_backward(stream, arrays, kept, work)
     return outputs
 
 

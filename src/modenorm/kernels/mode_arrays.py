@@ -1,0 +1,105 @@
+"""The arrays of a mode norm's launches, by name: tensors, or slots that stand for them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from modenorm.mixing import RunningEstimates
+
+__all__ = ["Backward", "Forward", "Inference", "Inputs"]
+
+
+class Inputs(NamedTuple):
+    """What a mode norm is given beside x: gates or a linear gate, and the affine parameters."""
+
+    gates: Tensor | None
+    gate_weight: Tensor | None
+    gate_bias: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+    @property
+    def num_modes(self) -> int:
+        """K."""
+        if self.gates is not None:
+            return self.gates.shape[1]
+        assert self.gate_weight is not None
+        return self.gate_weight.shape[0]
+
+    @property
+    def per_mode(self) -> bool:
+        """Whether every mode has a weight of its own."""
+        return self.weight is not None and self.weight.ndim == 2
+
+
+class Forward(NamedTuple):
+    """The arrays of a training step's forward, as tensors or as slots."""
+
+    x: Any
+    gates: Any
+    gate_weight: Any
+    gate_bias: Any
+    weight: Any
+    bias: Any
+    running_mean: Any
+    running_var: Any
+    tracked: Any
+    share: Any
+    used: Any  # gates, (N, K)
+    kept: Any  # a slab
+    scratch: Any  # a slab
+    y: Any
+
+    @property
+    def inputs(self) -> Inputs:
+        """What was given beside x."""
+        return Inputs(*self[1:6])
+
+    @property
+    def running(self) -> RunningEstimates | None:
+        """The running estimates to update."""
+        return None if self.running_mean is None else RunningEstimates(*self[6:10])
+
+
+class Inference(NamedTuple):
+    """The arrays of an evaluation."""
+
+    x: Any
+    gate_weight: Any
+    gate_bias: Any
+    weight: Any
+    bias: Any
+    running_mean: Any
+    running_var: Any
+    used: Any
+    scratch: Any  # a slab
+    y: Any
+
+
+class Backward(NamedTuple):
+    """The arrays of a backward."""
+
+    dy: Any
+    x: Any
+    gates: Any
+    gate_weight: Any
+    gate_bias: Any
+    weight: Any
+    bias: Any
+    used: Any
+    dused: Any
+    kept: Any  # a slab
+    scratch: Any  # a slab
+    dx: Any
+    dlogits: Any
+    dgate_weight: Any
+    dgate_bias: Any
+    dweight: Any
+    dbias: Any
+
+    @property
+    def inputs(self) -> Inputs:
+        """What was given beside x."""
+        return Inputs(*self[2:7])
