@@ -121,10 +121,9 @@ def test_each_part_of_the_mixing(n, c, k, per_mode):
         mean, var, gates, weight, bias, dscale, dshift = tensors
         mass, *modes = of.statistics(mean, var, gates)
         pair = of.coefficients(mean, gates, *modes, weight, bias, 1e-5)
-        gradients = of.mode_gradients(dscale, dshift, mean, gates, *modes, weight, bias, 1e-5)
-        last = of.sample_gradients(
-            dscale, dshift, mean, var, gates, *modes, mass, *gradients[:3], bias
-        )
+        given = (dscale, dshift, mean)
+        gradients = of.mode_gradients(*given, gates, *modes, mass, weight, bias, 1e-5)
+        last = of.sample_gradients(*given, var, gates, *modes, *gradients[:3], bias)
         return (mass, *modes, *pair, *gradients, *last)
 
     tensors = (mean, var, gates, weight, bias, dscale, dshift)

@@ -13,6 +13,7 @@ from modenorm.kernels.layout import interpreting  # noqa: E402
 if interpreting():
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
+from modenorm.kernels import gpu_mixing_parts  # noqa: E402
 from modenorm.kernels import launch as launches  # noqa: E402
 from modenorm.kernels.gpu import Geometry, Passes  # noqa: E402
 from modenorm.kernels.gpu_channels import ChannelMixing  # noqa: E402
@@ -63,6 +64,15 @@ def test_kernels_compile(capability, channels_last, monkeypatch):
     for launch in found:
         ptx = compile_for(launch, capability).asm["ptx"]
         assert ("griddepcontrol.wait" in ptx) == (capability >= 90), launch.kernel.__name__
+
+
+@pytest.mark.parametrize("affine", [(False, False, False), (True, True, False), (True, True, True)])
+def test_parts_of_the_mixing_compile(affine, monkeypatch):
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    monkeypatch.setattr(launches, "can_overlap", lambda: True)
+    parts = gpu_mixing_parts._launches.__wrapped__((8, 24, 3), 1e-5, affine, 0, True)
+    for launch in all_launches(parts):
+        assert "griddepcontrol.wait" in compile_for(launch, 90).asm["ptx"], launch.kernel.__name__
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import modenorm
 from compare import assert_close, make_layer, run
@@ -23,6 +24,7 @@ LAYERS = {
     "usage": {"running_update": "usage"},
     "per mode": {"per_mode_affine": True},
     "no affine": {"affine": False},
+    "gate of one's own": {"gate": nn.Linear},
 }
 
 

@@ -178,12 +178,12 @@ EXPORT void modenorm_backward(const float *dy, const float *x, const float *gate
     float *dvar = scratch + 3 * rows, *u = scratch + 4 * rows, *s = u + table, *scaled = s + table;
     modenorm_reduce_backward(dy, x, mean, dshift, dscale, samples, channels, positions, last,
                              threads);
-    modenorm_mode_gradients(dscale, dshift, mean, gates, mode_mean, mode_var, weight, u, s, scaled,
-                            dweight, dbias, eps, weight_step, bias_step, samples, channels, modes,
-                            threads);
-    modenorm_sample_gradients(dscale, dshift, mean, var, gates, mode_mean, mode_var, mass, u, s,
-                              scaled, bias, dmean, dvar, dgates, bias_step, samples, channels,
-                              modes, threads);
+    modenorm_mode_gradients(dscale, dshift, mean, gates, mode_mean, mode_var, mass, weight, u, s,
+                            scaled, dweight, dbias, eps, weight_step, bias_step, samples, channels,
+                            modes, threads);
+    modenorm_sample_gradients(dscale, dshift, mean, var, gates, mode_mean, mode_var, u, s, scaled,
+                              bias, dmean, dvar, dgates, bias_step, samples, channels, modes,
+                              threads);
     Gate gate = {.mean = mean, .weight = gate_weight, .gates = gates, .more = dused,
                  .out = {dgates}, .dmean = dmean, .dvar = dvar, .samples = samples,
                  .channels = channels, .modes = modes, .positions = positions};

@@ -93,7 +93,7 @@ static void tile_coefficients(const void *data, i64 tile)
     }
 }
 
-/* out: u (K, C), s (K, C), α/σ (K, C), dweight and dbias like weight and bias, or NULL */
+/* out: u, s (over the mass) and α/σ (K, C), dweight and dbias like weight and bias, or NULL */
 static void tile_mode_gradients(const void *data, i64 tile)
 {
     const Mix *mix = data;
@@ -102,7 +102,7 @@ static void tile_mode_gradients(const void *data, i64 tile)
     double dweight[TILE] = {0}, dbias[TILE] = {0};
     for (i64 k = 0; k < modes; k++) {
         const float *mode_mean = mix->mode_mean + k * mix->channels + first;
-        double t[TILE] = {0}, e[TILE] = {0};
+        double divisor = above_tiny(mix->mass[k]), t[TILE] = {0}, e[TILE] = {0};
         for (i64 n = 0; n < mix->samples; n++) {
             double gate = mix->gates[n * modes + k];
             i64 at = n * mix->channels;
@@ -115,8 +115,8 @@ static void tile_mode_gradients(const void *data, i64 tile)
             i64 c = first + j, at = k * mix->channels + c;
             float over = inverse(mix->mode_var[at], mix->eps);
             float scaled = mix->weight ? over * mix->weight[k * mix->weight_step + c] : over;
-            mix->out[0][at] = (float)(-scaled * e[j]);
-            mix->out[1][at] = (float)(-0.5 * scaled * over * over * t[j]);
+            mix->out[0][at] = (float)(-scaled * e[j] / divisor);
+            mix->out[1][at] = (float)(-0.5 * scaled * over * over * t[j] / divisor);
             mix->out[2][at] = scaled;
             dweight[j] = over * t[j] + (mix->weight_step ? 0 : dweight[j]);
             if (mix->out[3])
@@ -143,7 +143,6 @@ static void sample_gradients_of(const void *data, i64 n)
         mix->out[0][row + c] = mix->out[1][row + c] = 0;
     for (i64 k = 0; k < mix->modes; k++) {
         float gate = mix->gates[n * mix->modes + k];
-        float over = (float)(1 / above_tiny(mix->mass[k])), part = gate * over;
         double total = 0;
         for (i64 first = 0; first < channels; first += TILE) {
             i64 width = least(TILE, channels - first), at = row + first, of = k * channels + first;
@@ -156,11 +155,11 @@ static void sample_gradients_of(const void *data, i64 n)
             for (i64 j = 0; j < width; j++) {
                 float apart = mean[j] - mode_mean[j];
                 float spread = var[j] + apart * apart - mode_var[j];
-                term[j] = (a[j] + d[j] * apart) * scaled[j] + over * (apart * u[j] + spread * s[j]);
+                term[j] = (a[j] + d[j] * apart) * scaled[j] + apart * u[j] + spread * s[j];
             }
             for (i64 j = 0; j < width; j++) { /* more arrays in one loop are not vectorised */
-                dmean[j] += part * (u[j] + 2 * s[j] * (mean[j] - mode_mean[j]));
-                dvar[j] += part * s[j];
+                dmean[j] += gate * (u[j] + 2 * s[j] * (mean[j] - mode_mean[j]));
+                dvar[j] += gate * s[j];
             }
             for (i64 j = 0; bias && j < width; j++)
                 term[j] += d[j] * bias[j];
@@ -201,11 +200,12 @@ EXPORT void modenorm_coefficients(const float *mean, const float *gates, const f
 
 EXPORT void modenorm_mode_gradients(const float *dscale, const float *dshift, const float *mean,
                            const float *gates, const float *mode_mean, const float *mode_var,
-                           const float *weight, float *u, float *s, float *scaled, float *dweight,
-                           float *dbias, float eps, i64 weight_step, i64 bias_step, SIZES)
+                           const float *mass, const float *weight, float *u, float *s,
+                           float *scaled, float *dweight, float *dbias, float eps, i64 weight_step,
+                           i64 bias_step, SIZES)
 {
     Mix mix = {.dscale = dscale, .dshift = dshift, .mean = mean, .gates = gates,
-               .mode_mean = mode_mean, .mode_var = mode_var, .weight = weight,
+               .mode_mean = mode_mean, .mode_var = mode_var, .mass = mass, .weight = weight,
                .weight_step = weight_step, .bias_step = bias_step,
                .out = {u, s, scaled, dweight, dbias}, .eps = eps, GIVEN};
     tiles(tile_mode_gradients, &mix, threads);
@@ -213,14 +213,13 @@ EXPORT void modenorm_mode_gradients(const float *dscale, const float *dshift, co
 
 EXPORT void modenorm_sample_gradients(const float *dscale, const float *dshift, const float *mean,
                              const float *var, const float *gates, const float *mode_mean,
-                             const float *mode_var, const float *mass, const float *u,
-                             const float *s, const float *scaled, const float *bias, float *dmean,
-                             float *dvar, float *dgates, i64 bias_step, SIZES)
+                             const float *mode_var, const float *u, const float *s,
+                             const float *scaled, const float *bias, float *dmean, float *dvar,
+                             float *dgates, i64 bias_step, SIZES)
 {
     Mix mix = {.dscale = dscale, .dshift = dshift, .mean = mean, .var = var, .gates = gates,
-               .mode_mean = mode_mean, .mode_var = mode_var, .mass = mass, .u = u, .s = s,
-               .scaled = scaled, .bias = bias, .bias_step = bias_step,
-               .out = {dmean, dvar, dgates}, GIVEN};
+               .mode_mean = mode_mean, .mode_var = mode_var, .u = u, .s = s, .scaled = scaled,
+               .bias = bias, .bias_step = bias_step, .out = {dmean, dvar, dgates}, GIVEN};
     each(sample_gradients_of, &mix, samples, modes * channels, threads);
 }
 

@@ -2,8 +2,8 @@
 
 The same numbers as `mixing.batch_statistics` and `mixing.coefficients`, but only (N, C), (N, K) and
 (K, C) arrays are kept for backward: left to autograd, the plain form keeps several (N, K, C) ones,
-which for (N, C) inputs is K times the input. Its parts are in C (kernels/native_mixing.py) or in
-torch operators (kernels/mixing_parts.py).
+which for (N, C) inputs is K times the input. Its parts are in Triton (kernels/gpu_mixing_parts.py),
+in C (kernels/native_mixing.py) or in torch operators (kernels/mixing_parts.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from modenorm import exchange, mixing
 from modenorm.exchange import Ranks
-from modenorm.kernels import mixing_parts, native_mixing, runs_native
+from modenorm.kernels import mixing_parts, native_mixing, runs_native, runs_triton
 from modenorm.kernels.plain import differentiate
 
 __all__ = ["mix"]
@@ -99,15 +99,17 @@ def _differentiate(
     a = torch.zeros_like(mean) if dscale is None else dscale
     d = torch.zeros_like(mean) if dshift is None else dshift
     parts = _parts(mean, var, gates, weight, bias, a, d)
-    u, s, scaled, dweight, dbias = parts.mode_gradients(
-        a, d, mean, gates, mode_mean, mode_var, weight, bias, ctx.eps
+    u, s, handed, dweight, dbias = parts.mode_gradients(
+        a, d, mean, gates, mode_mean, mode_var, mass, weight, bias, ctx.eps
     )
     if not any(ctx.needs_input_grad[:3]):
         return None, None, None, dweight, dbias
     if ctx.among is not None:
-        u, s = exchange.total(torch.cat([u, s], 1), ctx.among.ranks.number).chunk(2, 1)
+        divisor = mass.clamp_min(torch.finfo(mass.dtype).tiny)[:, None]
+        both = exchange.total(torch.cat([u, s], 1) * divisor, ctx.among.ranks.number) / divisor
+        u, s = both.chunk(2, 1)
     dmean, dvar, dgates = parts.sample_gradients(
-        a, d, mean, var, gates, mode_mean, mode_var, mass, u, s, scaled, bias
+        a, d, mean, var, gates, mode_mean, mode_var, u, s, handed, bias
     )
     return dmean, dvar, dgates, dweight, dbias
 
@@ -121,10 +123,15 @@ def _parts(
     *gradients: Tensor,
 ) -> ModuleType:
     sizes = (gates.shape[1], mean.shape[1])
-    fits = all(p is None or p.shape in (sizes, sizes[1:]) for p in (weight, bias))
-    if fits and runs_native(mean, var, gates, weight, bias, *gradients):
-        return native_mixing
-    return mixing_parts
+    if not all(p is None or p.shape in (sizes, sizes[1:]) for p in (weight, bias)):
+        return mixing_parts
+    if runs_triton(mean):
+        from modenorm.kernels import gpu_mixing_parts
+
+        fits = gpu_mixing_parts.takes(mean, var, gates, weight, bias, *gradients)
+        return gpu_mixing_parts if fits else mixing_parts
+    fits = runs_native(mean, var, gates, weight, bias, *gradients)
+    return native_mixing if fits else mixing_parts
 
 
 def _plain_mix(

@@ -49,11 +49,12 @@ def mode_gradients(
     gates: Tensor,
     mode_mean: Tensor,
     mode_var: Tensor,
+    mass: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Gradients of μ and σ² and the modes' α/σ, (K, C), and gradients of weight and bias."""
+    """Gradients of μ and σ² over the mass, the modes' α/σ, (K, C), gradients of weight and bias."""
     inverse = torch.rsqrt(mode_var + eps)
     scaled = _scaled(inverse, weight)
     t, e = gates.t() @ dscale, gates.t() @ dshift  # (K, C)
@@ -64,7 +65,9 @@ def mode_gradients(
         dweight = inverse * t if weight.ndim == 2 else (inverse * t).sum(0)
     if bias is not None:
         dbias = e if bias.ndim == 2 else dshift.sum(0)
-    return -scaled * e, -0.5 * scaled * inverse**2 * t, scaled, dweight, dbias
+    divisor = mass.clamp_min(torch.finfo(mass.dtype).tiny)[:, None]
+    u, s = -scaled * e / divisor, -0.5 * scaled * inverse**2 * t / divisor
+    return u, s, scaled, dweight, dbias
 
 
 def sample_gradients(
@@ -75,15 +78,12 @@ def sample_gradients(
     gates: Tensor,
     mode_mean: Tensor,
     mode_var: Tensor,
-    mass: Tensor,
     u: Tensor,
     s: Tensor,
     scaled: Tensor,
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of mean and var, (N, C), and of the gates, from those of the modes, u and s."""
-    divisor = mass.clamp_min(torch.finfo(mass.dtype).tiny)[:, None]
-    u, s = u / divisor, s / divisor
     dmean, dgates = gates @ u, torch.empty_like(gates)
     for k in range(gates.shape[1]):
         apart = mean - mode_mean[k]

@@ -44,16 +44,17 @@ def mode_gradients(
     gates: Tensor,
     mode_mean: Tensor,
     mode_var: Tensor,
+    mass: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Gradients of μ and σ² and the modes' α/σ, (K, C), and gradients of weight and bias."""
+    """Gradients of μ and σ² over the mass, the modes' α/σ, (K, C), gradients of weight and bias."""
     u, s, scaled = (_like(mode_mean) for _ in range(3))
     dweight, dbias = (
         None if parameter is None else _like(parameter) for parameter in (weight, bias)
     )
-    inputs = (dscale, dshift, mean, gates, mode_mean, mode_var, weight)
+    inputs = (dscale, dshift, mean, gates, mode_mean, mode_var, mass, weight)
     outputs = (u, s, scaled, dweight, dbias)
     steps = _step(weight), _step(bias)
     call("mode_gradients", inputs, outputs, float(eps), *steps, *mean.shape, gates.shape[1])
@@ -68,7 +69,6 @@ def sample_gradients(
     gates: Tensor,
     mode_mean: Tensor,
     mode_var: Tensor,
-    mass: Tensor,
     u: Tensor,
     s: Tensor,
     scaled: Tensor,
@@ -76,7 +76,7 @@ def sample_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of mean and var, (N, C), and of the gates, from those of the modes, u and s."""
     dmean, dvar, dgates = _like(mean), _like(mean), _like(gates)
-    modes = (mode_mean, mode_var, mass, u, s, scaled, bias)
+    modes = (mode_mean, mode_var, u, s, scaled, bias)
     inputs = (dscale, dshift, mean, var, gates, *modes)
     outputs = (dmean, dvar, dgates)
     call("sample_gradients", inputs, outputs, _step(bias), *mean.shape, gates.shape[1])
