@@ -1,5 +1,8 @@
 """Every kernel compiles for GPUs that the tests need not have: the interpreter takes more."""
 
+import re
+import subprocess
+
 import pytest
 import torch
 
@@ -19,9 +22,10 @@ from modenorm.kernels.gpu import Geometry, Passes  # noqa: E402
 from modenorm.kernels.gpu_channels import ChannelMixing  # noqa: E402
 from modenorm.kernels.gpu_mixing import Mixing  # noqa: E402
 from modenorm.kernels.gpu_small_mixing import SmallMixing  # noqa: E402
-from modenorm.lab.models import narrow_conv  # noqa: E402
+from modenorm.lab.models import max_pool, narrow_conv  # noqa: E402
 
 STREAMED = ("x_ptr", "y_ptr", "dy_ptr", "dx_ptr")
+OTHER_TYPES = {"tracked_ptr": "i64", "place_ptr": "u8"}
 
 
 def compile_for(launch, capability):
@@ -35,13 +39,22 @@ def compile_for(launch, capability):
             signature[parameter.name], constants[(i,)] = "constexpr", value
         elif i < num_pointers:
             kind = "bf16" if parameter.name in STREAMED else "fp32"
-            signature[parameter.name] = "*i64" if parameter.name == "tracked_ptr" else f"*{kind}"
+            signature[parameter.name] = f"*{OTHER_TYPES.get(parameter.name, kind)}"
             attributes[(i,)] = [["tt.divisibility", 16]]
         else:
             signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
     source = ASTSource(launch.kernel, signature, constants, attributes)
     target = GPUTarget("cuda", capability, 32)
     return triton.compile(source, target=target, options=launch.options)
+
+
+def resources(compiled, folder):
+    """Registers per thread and bytes of memory, by the names that CUDA's tools give them."""
+    path = folder / "kernel.cubin"
+    path.write_bytes(compiled.asm["cubin"])
+    command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(path)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {name: int(number) for name, number in re.findall(r"(REG|STACK|SHARED):(\d+)", said)}
 
 
 def all_launches(*owners):
@@ -96,3 +109,23 @@ def test_narrow_convolutions_compile(capability, channels, side, monkeypatch):
         if launch is not add_up:
             assert "mma" in ptx, name
             assert "cp.async" in ptx, name
+
+
+@pytest.mark.parametrize(
+    ("capability", "channels", "side"), [(90, 96, 32), (90, 64, 33), (80, 96, 32)]
+)
+def test_max_pooling_compiles(capability, channels, side, monkeypatch, tmp_path):
+    """Eight channels per load and store, in registers of which six programs find enough."""
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    monkeypatch.setattr(launches, "can_overlap", lambda: capability >= 90)
+    shape = (128, channels, side, side)
+    for launch in (max_pool.pool_launch(shape), max_pool.unpool_launch(shape)):
+        done = compile_for(launch, capability)
+        ptx = done.asm["ptx"]
+        name = launch.kernel.__name__
+        assert ("griddepcontrol.wait" in ptx) == (capability >= 90), name
+        widths = set(re.findall(r"(?:ld|st)\.global\.(\S+)", ptx))
+        assert widths == {"v4.b32", "v2.b32"}, name
+        used = resources(done, tmp_path)
+        assert used["STACK"] == used["SHARED"] == 0, name
+        assert used["REG"] * 6 * 32 * launch.options["num_warps"] <= 1 << 16, name

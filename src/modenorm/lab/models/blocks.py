@@ -5,6 +5,7 @@ from collections import OrderedDict
 from torch import nn
 
 from modenorm.lab.models.narrow_conv import NarrowConv2d, fits
+from modenorm.lab.models.stem_conv import StemConv2d
 
 
 def sequential(**modules: nn.Module) -> nn.Sequential:
@@ -21,7 +22,8 @@ def he_conv(in_channels: int, out_channels: int, kernel_size: int, stride: int =
     if fits(in_channels, out_channels, kernel_size, stride):
         conv: nn.Conv2d = NarrowConv2d(in_channels, out_channels)
     else:
-        conv = nn.Conv2d(
+        kind = StemConv2d if in_channels == 3 else nn.Conv2d
+        conv = kind(
             in_channels, out_channels, kernel_size, stride, padding=kernel_size // 2, bias=False
         )
     nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from modenorm.lab.models.blocks import he_conv, sequential
 from modenorm.lab.models.dropout import SeededDropout
+from modenorm.lab.models.max_pool import HalvingMaxPool2d
 from modenorm.lab.models.norms import NormFactory
 
 
@@ -28,7 +29,7 @@ def nin(num_classes: int, norm: NormFactory, *, dropout: float = 0.25) -> nn.Seq
 
     modules: dict[str, nn.Module] = {
         "block1": block(3, 5, 192, 160, 96),
-        "pool1": nn.MaxPool2d(3, stride=2, padding=1),
+        "pool1": HalvingMaxPool2d(),
         "dropout1": SeededDropout(dropout),
         "block2": block(96, 5, 192, 192, 192),
         "pool2": nn.AvgPool2d(3, stride=2, padding=1),
