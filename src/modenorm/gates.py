@@ -39,6 +39,9 @@ class LinearGate(nn.Module):
         torch.Size([8, 2])
     """
 
+    bias_change: Callable[[], Tensor] | None = None
+    """Called in every forward for what is added to the bias, (K,): the switches of a penalty."""
+
     def __init__(
         self,
         num_features: int,
@@ -60,9 +63,13 @@ class LinearGate(nn.Module):
         bound = 1 / math.sqrt(self.num_features)
         nn.init.uniform_(self.bias, -bound, bound)
 
+    def changed_bias(self) -> Tensor:
+        """The bias as it is used now."""
+        return self.bias if self.bias_change is None else self.bias + self.bias_change()
+
     def forward(self, features: Tensor) -> Tensor:
         """Logits of each sample's modes."""
-        weight, bias = self.weight.to(features.dtype), self.bias.to(features.dtype)
+        weight, bias = self.weight.to(features.dtype), self.changed_bias().to(features.dtype)
         return product(features, weight.t()) + bias
 
     def extra_repr(self) -> str:

@@ -168,7 +168,7 @@ def _fused_modes(
 
     gate_weight = gate_bias = given = None
     if isinstance(gates, LinearGate):
-        gate_weight, gate_bias = _float(gates.weight), _float(gates.bias)
+        gate_weight, gate_bias = _float(gates.weight), _float(gates.changed_bias())
     else:
         given = _gates_of(gates, x, x, estimates).contiguous()
     if options.training or estimates is None:
@@ -201,7 +201,7 @@ def _compiled_modes(
     """Maps for Inductor to fuse with their neighbours, their coefficients by our kernels."""
     gate_weight = gate_bias = given = None
     if isinstance(gates, LinearGate):
-        gate_weight, gate_bias = _float(gates.weight), _float(gates.bias)
+        gate_weight, gate_bias = _float(gates.weight), _float(gates.changed_bias())
     else:
         given = _gates_of(gates, x, x, estimates)
     y, used, mode_mean, mode_var, mass = operators.mode_norm(

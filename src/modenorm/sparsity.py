@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from modenorm.checks import check_choice
+from modenorm.gates import LinearGate
 from modenorm.layers import GateListener, ModeNorm
 from modenorm.modes import SMALLEST_GATE
 from modenorm.recording import listening, mode_layers
@@ -148,10 +150,10 @@ class ModeSparsity(nn.Module):
     def remove(self) -> None:
         """Take it off the model; what the switches say is written into the gates' biases."""
         if self.log_odds is not None:
-            for layer, factor in zip(self._layers, self._factors(drawn=False), strict=True):
+            for layer, change in zip(self._layers, self._changes(drawn=False), strict=True):
                 linear = last_linear(layer.gate, layer.num_modes)
                 assert linear is not None
-                linear.bias.add_(factor.log().to(linear.bias))
+                linear.bias.add_(change.to(linear.bias))
         self._attached.close()
         self.forget()
 
@@ -166,10 +168,10 @@ class ModeSparsity(nn.Module):
         drawn: list[Tensor] = []
 
         def draw(module: nn.Module, _: tuple[Any, ...]) -> None:
-            drawn[:] = self._factors(drawn=module.training)
+            drawn[:] = self._changes(drawn=module.training)
 
-        def switch(place: int) -> Callable[[nn.Module, Any, Tensor], Tensor]:
-            return lambda _, __, logits: logits + drawn[place].log().to(logits)
+        def added(place: int) -> Callable[[nn.Module, Any, Tensor], Tensor]:
+            return lambda _, __, logits: logits + drawn[place].to(logits)
 
         for place, layer in enumerate(self._layers):
             if last_linear(layer.gate, layer.num_modes) is None:
@@ -177,14 +179,18 @@ class ModeSparsity(nn.Module):
                     f'method "switch" needs gates that end in a linear layer with a bias; '
                     f'got {type(layer.gate).__name__}: use method "entropy"'
                 )
-            self._attached.callback(layer.gate.register_forward_hook(switch(place)).remove)
+            if isinstance(layer.gate, LinearGate):  # whose fused kernels a hook would pass by
+                layer.gate.bias_change = partial(drawn.__getitem__, place)
+                self._attached.callback(delattr, layer.gate, "bias_change")
+            else:
+                self._attached.callback(layer.gate.register_forward_hook(added(place)).remove)
         self._attached.callback(model.register_forward_pre_hook(draw).remove)
 
-    def _factors(self, drawn: bool) -> list[Tensor]:
-        """What every mode's gate is multiplied with, by layer: drawn, or the most likely."""
+    def _changes(self, drawn: bool) -> list[Tensor]:
+        """What is added to the logits of every mode, by layer: drawn, or the most likely."""
         assert self.log_odds is not None
         noise = torch.rand_like(self.log_odds) if drawn else None
-        return list(torch.split(draw_switches(self.log_odds, noise), self._sizes))
+        return list(torch.split(draw_switches(self.log_odds, noise).log(), self._sizes))
 
     def extra_repr(self) -> str:
         """The arguments."""

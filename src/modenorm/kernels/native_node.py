@@ -41,7 +41,8 @@ def mode_norm(
         return None
     given = gate_weight = gate_bias = None
     if isinstance(gates, LinearGate):
-        gate_weight, gate_bias = (plain.as_type(p, x.dtype) for p in (gates.weight, gates.bias))
+        parameters = (gates.weight, gates.changed_bias())
+        gate_weight, gate_bias = (plain.as_type(p, x.dtype) for p in parameters)
     else:
         assert isinstance(gates, Tensor)
         given = gates.to(x.dtype)
