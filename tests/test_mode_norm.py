@@ -174,6 +174,16 @@ def test_mask(shape, update, training, backend):
     assert_same(actual, expected, torch.float64)
 
 
+@pytest.mark.parametrize("name", ["reference", "eager", "fused"])
+def test_shares_count_the_positions_of_the_mask(name):
+    layer = make_layer(3, 2, 2, running_update="usage")
+    mask = torch.tensor([[True, True], [True, False], [False, False]])
+    gates = one_hot([0, 1, 1], 2)
+    with modenorm.use_backend(name):
+        layer(data(3, 3, 2), gates=gates, mask=mask)
+    torch.testing.assert_close(layer.running_share, torch.tensor([2 / 3, 1 / 3]).double())
+
+
 def test_mask_with_a_channel_axis_and_half_type():
     layer = make_layer(3, 2, 2, dtype=torch.float32)
     x, mask = data(6, 3, dtype=torch.bfloat16), torch.tensor([True] * 5 + [False])

@@ -297,7 +297,11 @@ def _reference_modes(
             raise ValueError(
                 'the "reference" backend has no momentum=None with "usage"; use "eager"'
             )
-        estimates.share.add_(gates.detach().mean(0))
+        weights = gates.detach()
+        if mask is not None:
+            weights = weights * mask.flatten(1).sum(1, keepdim=True)
+        total = weights.sum().clamp_min(torch.finfo(weights.dtype).tiny)
+        estimates.share.add_(weights.sum(0) / total)
     tracked = None if estimates is None else estimates.num_batches_tracked
     if tracked is not None and options.training:
         tracked.add_(1)
