@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from modenorm.lab.data import DataSet
+from modenorm.lab.training.ahead import compiling_ahead
 from modenorm.lab.training.config import TrainConfig
 from modenorm.lab.training.ranks import Ranks, joined
 from modenorm.lab.training.runs import Run, State, sort_by_state
@@ -132,7 +133,9 @@ def _train_many(
     alone = ranks.size == 1
     if not alone or any(config.stream for config in configs):
         parallel = 1
-    with _noticing_interrupts() as interrupted:
+    rest = [run.config for path, run in runs.items() if path not in outcomes]
+    ahead = compiling_ahead(rest if alone else (), shared, target)
+    with _noticing_interrupts() as interrupted, ahead:
 
         def start(run: Run) -> Training:
             data = shared.get(run.config)

@@ -19,6 +19,8 @@ from modenorm.lab.training.sources import TrainingData, batches_for
 WARM_UP_STEPS = 3
 COMPILED_FORMS = 256
 """Most models that may be compiled in one process."""
+CACHE_SETTING = "autograd_cache_allow_custom_autograd_functions"
+"""Lets torch keep compiled mode norms on disk; in some versions of it."""
 
 Turns = Generator[bool, None, None]
 """A training's turns: True after it queued work, False while it waits for the device."""
@@ -218,10 +220,13 @@ def compiles_on(device: torch.device) -> bool:
 
 
 def compiled(model: nn.Module) -> Callable[..., Any]:
-    """The model as Inductor's kernels; trainings of equal models share them."""
+    """The model as Inductor's kernels; trainings of equal models share them, also from disk."""
     import torch._dynamo
+    import torch._functorch.config
 
     torch._dynamo.config.recompile_limit = COMPILED_FORMS
+    if hasattr(torch._functorch.config, CACHE_SETTING):
+        setattr(torch._functorch.config, CACHE_SETTING, True)
     return torch.compile(model, dynamic=False)
 
 

@@ -1,0 +1,122 @@
+"""Networks compiled ahead of their trainings, by processes of their own.
+
+Inductor keeps what it compiles on disk. While the first training compiles its network and trains,
+these processes compile those of later ones, which then start in seconds instead of half a minute.
+A process that fails costs nothing but that: the training compiles for itself.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from modenorm.lab.data import DataSet, ImageSet
+from modenorm.lab.training.config import TrainConfig
+from modenorm.lab.training.ranks import Ranks
+from modenorm.lab.training.sources import SharedData
+from modenorm.lab.training.step import Lane, Step, compiled, compiles_on
+
+__all__ = ["Form", "compile_form", "compiling_ahead"]
+
+PROCESSES = 4
+LEAST_CORES = 4 * PROCESSES
+"""With fewer, processes would take from the training what they give."""
+
+
+class Form(NamedTuple):
+    """What a compiled network depends on: a configuration, and the images it is given."""
+
+    config: TrainConfig
+    classes: int
+    size: tuple[int, int]
+
+
+@contextlib.contextmanager
+def compiling_ahead(
+    configs: Iterable[TrainConfig], shared: SharedData, device: torch.device
+) -> Iterator[list["subprocess.Popen[str]"]]:
+    """Let networks be compiled in the background for as long as this lasts.
+
+    Args:
+        configs: In the order in which they are going to be trained.
+        shared: Their data.
+        device: Where they are trained.
+    """
+    processes: list[subprocess.Popen[str]] = []
+    if compiles_on(device) and (os.cpu_count() or 1) >= LEAST_CORES:
+        forms = _forms(configs, shared)[1:]  # the first training can't wait
+        parts = [forms[i::PROCESSES] for i in range(PROCESSES)]
+        processes = [_start(part, device) for part in parts if part]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def compile_form(form: Form, device: torch.device) -> None:
+    """Take the first steps of a training on noise, compiled."""
+    name = form.config.dataset
+    noise = _noise(form)
+    data = SharedData(device, None, {name: DataSet(name, noise, noise)}).get(form.config)
+    step = Step.of(form.config, data, total=1, capacity=1, device=device, ranks=Ranks())
+    step.forward = compiled(step.model)
+    lane = Lane(device)
+    lane.join()
+    with lane.enter():
+        for regularised in (False, True) if form.config.sparsity else (False,):
+            step.loader.load(0, 1)
+            step.loader.feed()
+            step(regularised)
+    lane.synchronize()
+
+
+def _forms(configs: Iterable[TrainConfig], shared: SharedData) -> list[Form]:
+    plain = (dataclasses.replace(c, seed=0) for c in configs if c.compile and not c.stream)
+    distinct = {config.run_id: config for config in plain}
+    forms = []
+    for config in distinct.values():
+        data = shared.get(config)
+        forms.append(Form(config, len(data.about.classes), data.train.size))
+    return forms
+
+
+def _start(forms: list[Form], device: torch.device) -> "subprocess.Popen[str]":
+    process = subprocess.Popen(
+        [sys.executable, "-m", __name__, str(device)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
+        json.dump([[form.config.to_json(), form.classes, form.size] for form in forms], pipe)
+    return process
+
+
+def _noise(form: Form) -> ImageSet:
+    count = form.config.batch
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (count, 3, *form.size), dtype=torch.uint8, generator=generator)
+    labels = torch.randint(form.classes, (count,), generator=generator)
+    names = tuple(map(str, range(form.classes)))
+    return ImageSet(images, labels, torch.zeros_like(labels), names, ("noise",))
+
+
+def main() -> None:
+    """Compile the forms given as JSON, one after the other."""
+    device = torch.device(sys.argv[1])
+    for config, classes, size in json.load(sys.stdin):
+        compile_form(Form(TrainConfig.from_json(config), classes, tuple(size)), device)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Networks compiled ahead: which ones, by whom, and that nothing depends on it."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from fake_data import fake_config, fake_data
+from torch import nn
+
+from modenorm.lab.training import ahead, train_many
+from modenorm.lab.training.sources import SharedData
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def many_cores(monkeypatch):
+    monkeypatch.setattr(ahead, "compiles_on", lambda device: True)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+
+
+def shared() -> SharedData:
+    return SharedData(CPU, None, fake_data())
+
+
+def configs(*norms: str, seeds: int = 2, **changes: object):
+    return [
+        fake_config(norm=norm, seed=seed, compile=True, **changes)
+        for seed in range(seeds)
+        for norm in norms
+    ]
+
+
+def test_every_form_but_the_first_is_compiled_once(many_cores, monkeypatch):
+    started = []
+
+    class Process:
+        ended = False
+
+        def kill(self):
+            self.ended = True
+
+        def wait(self):
+            assert self.ended
+
+    def start(forms, device):
+        started.append(forms)
+        return Process()
+
+    monkeypatch.setattr(ahead, "_start", start)
+    plain = fake_config(norm="ln")  # not compiled
+    wanted = [plain, *configs("bn", "mn", "gn", "mgn", "in")]
+    wanted += configs("mn", modes=3) + configs("mn", sparsity=0.1)
+    with ahead.compiling_ahead(wanted, shared(), CPU) as processes:
+        assert len(processes) == ahead.PROCESSES
+    assert all(process.ended for process in processes)
+    forms = [form for part in started for form in part]
+    norms = [(f.config.norm, f.config.modes, f.config.sparsity) for f in forms]
+    assert set(norms) == {
+        ("mn", 2, 0), ("gn", 2, 0), ("mgn", 2, 0), ("in", 2, 0), ("mn", 3, 0), ("mn", 2, 0.1)
+    }  # fmt: skip
+    assert len(forms) == 6
+    assert {(form.classes, form.size) for form in forms} == {(4, (8, 8))}
+
+
+@pytest.mark.parametrize("cores", [1, 64])
+def test_no_processes_without_need(monkeypatch, cores):
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(ahead, "compiles_on", lambda device: cores == 1)
+    with ahead.compiling_ahead(configs("bn", "mn"), shared(), CPU) as processes:
+        assert processes == []
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.1])
+def test_a_form_takes_the_steps_of_a_training(monkeypatch, sparsity):
+    shapes = []
+
+    def compiled(model: nn.Module):
+        def forward(images):
+            shapes.append((tuple(images.shape), torch.is_autocast_enabled("cpu")))
+            return model(images)
+
+        return forward
+
+    monkeypatch.setattr(ahead, "compiled", compiled)
+    config = fake_config(compile=True, dtype="bfloat16", sparsity=sparsity)
+    ahead.compile_form(ahead.Form(config, 4, (8, 8)), CPU)
+    assert shapes == [((4, 3, 8, 8), True)] * (2 if sparsity else 1)
+
+
+def test_a_process_compiles_what_it_is_told(monkeypatch):
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")  # then it is only run
+    (config,) = configs("mn", seeds=1)
+    process = ahead._start([ahead.Form(config, 4, (8, 8))] * 2, CPU)
+    assert process.wait(timeout=120) == 0
+    wrong = ahead._start([ahead.Form(config, 4, (0, 0))], CPU)
+    assert wrong.wait(timeout=120) != 0
+
+
+def test_trainings_do_not_mind_processes_that_fail(many_cores, tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "nowhere")
+    monkeypatch.setattr(ahead.sys, "executable", "/bin/false")
+    wanted = configs("bn", "mn", seeds=1, total=2, eval_every=2, milestones=())
+    found = train_many(wanted, tmp_path, data=fake_data(), device="cpu")
+    assert all(outcome.result for outcome in found)
