@@ -152,6 +152,7 @@ class ModeNorm(Float32Buffers):
             mask,
         )
         if self.gate_listener is not None:
+            assert used is not None
             self.gate_listener(used if gates is None else used.clone())  # theirs may change
         return y
 

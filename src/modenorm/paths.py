@@ -41,50 +41,65 @@ def normalize_modes(
     bias: Tensor | None,
     options: Options,
     mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`mode_norm` as the layers call it: returns y and the gates, (N, K)."""
+) -> tuple[Tensor, Tensor | None]:
+    """`mode_norm` as the layers call it: returns y and the gates, (N, K).
+
+    Gates that don't matter may have no gradient, or be None.
+    """
     check_input(x)
     mask = None if mask is None else as_mask(mask, x)
+    if not autocasting(x):
+        return _normalize_modes(x, gates, estimates, weight, bias, options, mask)
     with _full_precision(x):
-        if x.numel() == 0:
-            return _empty_modes(x, gates, estimates, weight, bias, options)
-        from_batch = options.training or estimates is None
-        if from_batch and x.numel() == x.shape[1] and options.ranks is None:
-            raise ValueError(
-                f"a batch of shape {tuple(x.shape)} has one value per channel, so no variance; "
-                f"use more samples or positions, or call eval() on a layer with running estimates"
-            )
-        dtype = statistics_dtype(x)
-        weight, bias = _cast(dtype, weight), _cast(dtype, bias)
-        backend = choose_backend(x, plain_only=mask is not None)
-        if backend == "reference":
-            return _reference_modes(x, gates, estimates, weight, bias, options, mask)
-        if backend == "fused" and _one_node(x, gates, estimates, options):
-            return _fused_modes(x, gates, estimates, weight, bias, options)
-        if backend == "fused" and _one_call(gates, from_batch, options):
-            found = native_node.mode_norm(x, gates, weight, bias, estimates, options)
-            if found is not None:
-                return found
-        if not from_batch and isinstance(gates, Tensor):
-            return _without_moments(x, gates, estimates, weight, bias, options, backend)
-        if from_batch and mask is None and options.ranks is None and _compiled_on_gpu(x, gates):
-            return _compiled_modes(x, gates, estimates, weight, bias, options)
-        mean, var, counts, affine = _moments(x, backend, mask, with_var=from_batch)
-        gates = _gates_of(gates, mean, x, estimates)
-        if backend == "fused" and from_batch:
-            assert var is not None
-            scale, shift, batch = mixing_node.mix(
-                mean, var, gates, weight, bias, options.eps, options.ranks, _positions(x)
-            )
-            _update_running(estimates, batch, options)
-            return affine(mean.detach(), scale, shift), gates
-        if counts is None and options.ranks is not None:
-            counts = gates.new_tensor(_positions(x)).expand(x.shape[0])
-        mode_mean, mode_var = _mode_moments(mean, var, counts, gates, estimates, options)
-        scale, shift = mixing.coefficients(
-            mode_mean, mode_var, gates, mean, weight, bias, options.eps
+        return _normalize_modes(x, gates, estimates, weight, bias, options, mask)
+
+
+def _normalize_modes(
+    x: Tensor,
+    gates: Tensor | Gate,
+    estimates: RunningEstimates | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    options: Options,
+    mask: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    if x.numel() == 0:
+        return _empty_modes(x, gates, estimates, weight, bias, options)
+    from_batch = options.training or estimates is None
+    if from_batch and x.numel() == x.shape[1] and options.ranks is None:
+        raise ValueError(
+            f"a batch of shape {tuple(x.shape)} has one value per channel, so no variance; "
+            f"use more samples or positions, or call eval() on a layer with running estimates"
         )
-        return affine(mean, scale, shift), gates
+    dtype = statistics_dtype(x)
+    weight, bias = _cast(dtype, weight), _cast(dtype, bias)
+    backend = choose_backend(x, plain_only=mask is not None)
+    if backend == "reference":
+        return _reference_modes(x, gates, estimates, weight, bias, options, mask)
+    if backend == "fused" and _one_node(x, gates, estimates, options):
+        return _fused_modes(x, gates, estimates, weight, bias, options)
+    if backend == "fused" and _one_call(gates, from_batch, options):
+        found = native_node.mode_norm(x, gates, weight, bias, estimates, options)
+        if found is not None:
+            return found
+    if not from_batch and isinstance(gates, Tensor):
+        return _without_moments(x, gates, estimates, weight, bias, options, backend)
+    if from_batch and mask is None and options.ranks is None and _compiled_on_gpu(x, gates):
+        return _compiled_modes(x, gates, estimates, weight, bias, options)
+    mean, var, counts, affine = _moments(x, backend, mask, with_var=from_batch)
+    gates = _gates_of(gates, mean, x, estimates)
+    if backend == "fused" and from_batch:
+        assert var is not None
+        scale, shift, batch = mixing_node.mix(
+            mean, var, gates, weight, bias, options.eps, options.ranks, _positions(x)
+        )
+        _update_running(estimates, batch, options)
+        return affine(mean.detach(), scale, shift), gates
+    if counts is None and options.ranks is not None:
+        counts = gates.new_tensor(_positions(x)).expand(x.shape[0])
+    mode_mean, mode_var = _mode_moments(mean, var, counts, gates, estimates, options)
+    scale, shift = mixing.coefficients(mode_mean, mode_var, gates, mean, weight, bias, options.eps)
+    return affine(mean, scale, shift), gates
 
 
 def normalize_channels(
@@ -163,7 +178,7 @@ def _fused_modes(
     weight: Tensor | None,
     bias: Tensor | None,
     options: Options,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     from modenorm.kernels import fused
 
     gate_weight = gate_bias = given = None
@@ -175,7 +190,9 @@ def _fused_modes(
         running = None if recomputing() else estimates
         momentum = 0.0 if options.momentum is None else options.momentum
         usage = options.running_update == "usage"
-        training = fused.Training(options.eps, momentum, usage, running, options.ranks)
+        training = fused.Training(
+            options.eps, momentum, usage, running, options.ranks, options.gates_matter
+        )
         return fused.mode_norm(x, given, gate_weight, gate_bias, weight, bias, training)
     assert gate_weight is not None
     assert gate_bias is not None

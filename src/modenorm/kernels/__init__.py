@@ -72,7 +72,7 @@ def _can_fuse(x: Tensor) -> bool:
         return False
     if type(x) not in (Tensor, torch.nn.Parameter) or torch._C._are_functorch_transforms_active():
         return False
-    if forward_ad._current_level >= 0:
+    if forward_ad._current_level >= 0 or torch._C._functorch.is_functorch_wrapped_tensor(x):
         return False
     return x.device.type == "cpu" or runs_triton(x)
 

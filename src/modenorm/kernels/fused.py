@@ -37,6 +37,7 @@ class Training(NamedTuple):
     usage: bool
     running: RunningEstimates | None  # updated in place; None: no update
     ranks: Ranks | None = None
+    gates_matter: bool = True
 
 
 def mode_norm(
@@ -47,9 +48,10 @@ def mode_norm(
     weight: Tensor | None,
     bias: Tensor | None,
     training: Training,
-) -> tuple[Tensor, Tensor]:
-    """Y and the gates (N, K), with the batch's statistics; gates None means the linear gate's."""
-    return _ModeNorm.apply(as_dense(x), gates, gate_weight, gate_bias, weight, bias, training)
+) -> tuple[Tensor, Tensor | None]:
+    """Y, and the gates (N, K) if they matter, by the batch's statistics; gates None: the gate's."""
+    found = _node(as_dense(x), gates, gate_weight, gate_bias, weight, bias, training)
+    return found if training.gates_matter else (found, None)
 
 
 def mode_norm_inference(
@@ -85,14 +87,15 @@ class _ModeNorm(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         training: Training,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
         inputs = Inputs(gates, gate_weight, gate_bias, weight, bias)
-        eps, momentum, usage, running, ranks = training
-        running = running if ranks is None else None
+        eps, momentum, usage, running, ranks, gates_matter = training
+        running, apart = running if ranks is None else None, gates_matter or gates is not None
         with on_device(x) as stream:
-            plan = plan_for(x, inputs, eps, momentum, usage, running)
-            y = torch.empty_like(x)
-            used = plan.gates_like(x) if gates is None else gates
+            plan = plan_for(x, inputs, eps, momentum, usage, running, gates_apart=apart)
+            y, used = torch.empty_like(x), gates
+            if gates_matter and gates is None:
+                used = plan.gates_like(x)
             kept, scratch = plan.kept.allocate(x.device), plan.forward.allocate(x.device)
             estimates: Estimates = running or NO_ESTIMATES
             arrays = Forward(x, *inputs, *estimates, used, kept, scratch, y)
@@ -100,15 +103,17 @@ class _ModeNorm(torch.autograd.Function):
                 plan.run_forward(stream, arrays)
             else:
                 plan.run_statistics(stream, arrays)
-                _merge(plan.kept.tensors(kept)[2:], plan.num_positions, training)
+                _merge(plan.kept.tensors(kept)[2:5], plan.num_positions, training)
                 plan.run_map(stream, arrays)
         ctx.save_for_backward(x, *inputs, used, kept)
         ctx.eps, ctx.plan, ctx.ranks = eps, plan, ranks
         ctx.set_materialize_grads(False)
-        return y, used
+        return (y, used) if gates_matter else y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, dused: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, dy: Tensor | None, dused: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
         x, *given, used, kept = ctx.saved_tensors
         if torch.is_grad_enabled() or dy is None:
             forward = partial(plain.mode_norm, eps=ctx.eps, ranks=ctx.ranks)
@@ -118,10 +123,11 @@ class _ModeNorm(torch.autograd.Function):
         with on_device(x) as stream:
             plan, ranks, dy = ctx.plan, ctx.ranks, dense_like(dy, x)
             dused = None if dused is None else dense_like(dused, used)
-            dx, dlogits = torch.empty_like(x), torch.empty_like(used)
+            dx = torch.empty_like(x)
+            dgates = None if inputs.gates is None else torch.empty_like(inputs.gates)
             gradients = [None if p is None else torch.empty_like(p) for p in inputs[1:]]
             scratch = plan.backward.allocate(x.device)
-            places = (used, dused, kept, scratch, dx, dlogits)
+            places = (used, dused, kept, scratch, dx, dgates)
             arrays = Backward(dy, x, *inputs, *places, *gradients)
             if ranks is None:
                 plan.run_backward[dused is None](stream, arrays)
@@ -130,8 +136,10 @@ class _ModeNorm(torch.autograd.Function):
                 if any(ctx.needs_input_grad[:4]):
                     _sum(plan.backward.tensors(scratch)[3:5], plan.kept.tensors(kept)[4], ranks)
                 plan.run_samples_backward[dused is None](stream, arrays)
-        dgates = dlogits if inputs.gates is not None else None
         return dx, dgates, *gradients, None
+
+
+_node = plain.node(_ModeNorm)
 
 
 def _merge(statistics: list[Tensor], num_positions: int, training: Training) -> None:

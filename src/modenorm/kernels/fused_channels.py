@@ -40,7 +40,7 @@ def mode_group_norm(
     pixel: bool,
 ) -> tuple[Tensor, Tensor]:
     """Y and the gates (N, C, K); pixel takes variances over all values of the channels."""
-    return _ModeGroupNorm.apply(as_dense(x), gate_weight, gate_bias, weight, bias, eps, pixel)
+    return _node(as_dense(x), gate_weight, gate_bias, weight, bias, eps, pixel)
 
 
 class _Forward(NamedTuple):
@@ -194,6 +194,9 @@ class _ModeGroupNorm(torch.autograd.Function):
             arrays = _Backward(*given, dx, dgate, dweight, dbias)
             plan.run_backward[dgates is None](stream, arrays)
         return dx, dgate[0], dgate[1], dweight, dbias, None, None
+
+
+_node = plain.node(_ModeGroupNorm)
 
 
 def _plain_group_forward(

@@ -54,10 +54,12 @@ class ModePlan:
         if is_small(samples, channels, num_modes):
             self.small = SmallMixing(samples, channels, positions, num_modes, *options)
         rows, modes = (samples, channels), (num_modes, channels)
-        self.kept = Slab(rows, rows, modes, modes, (num_modes,))  # mean, var, of modes, mass
+        gates = (samples, num_modes)
+        self.kept = Slab(rows, rows, modes, modes, (num_modes,), gates)  # moments, of modes, mass
         self.forward = Slab(rows, rows, (samples,))  # scale, shift, finite
         self.inference = Slab(rows, rows, rows, (samples,))  # mean, scale, shift, finite
-        self.backward = Slab(rows, rows, rows, modes, modes, modes)  # A, D, scale, u, s, dweights
+        # A, D, scale, u, s, dweights, dlogits
+        self.backward = Slab(rows, rows, rows, modes, modes, modes, gates)
         self.run_forward = Stage(direct, self._forward)
         self.run_statistics = Stage(direct, self._statistics)
         self.run_map = Stage(direct, self._map)
@@ -73,18 +75,33 @@ class ModePlan:
         shape = (self.num_samples, self.num_modes)
         return torch.empty(shape, device=x.device, dtype=torch.float32)
 
+    def _open(self, split: Split, arrays: Forward) -> tuple[Forward, list[Pointer], list[Pointer]]:
+        """The arrays of a forward with what the slabs hold: gates, if they have no other place."""
+        *kept, gates = split(self.kept, arrays.kept)
+        used = gates if arrays.used is None else arrays.used
+        return arrays._replace(used=used), kept, split(self.forward, arrays.scratch)
+
+    def _open_backward(
+        self, split: Split, arrays: Backward
+    ) -> tuple[Backward, list[Pointer], list[Pointer]]:
+        *kept, gates = split(self.kept, arrays.kept)
+        *work, dlogits = split(self.backward, arrays.scratch)
+        used = gates if arrays.used is None else arrays.used
+        dlogits = dlogits if arrays.dlogits is None else arrays.dlogits
+        return arrays._replace(used=used, dlogits=dlogits), kept, work
+
     def _forward(self, stream: Stream, split: Split, arrays: Forward) -> None:
-        kept, work = split(self.kept, arrays.kept), split(self.forward, arrays.scratch)
+        arrays, kept, work = self._open(split, arrays)
         self.mix(stream, arrays.x, arrays.inputs, arrays.running, arrays.used, kept, work)
         scale, shift, _ = work
         self.passes.apply(stream, arrays.x, kept[0], scale, shift, arrays.y)
 
     def _statistics(self, stream: Stream, split: Split, arrays: Forward) -> None:
-        kept, finite = split(self.kept, arrays.kept), split(self.forward, arrays.scratch)[2]
+        arrays, kept, (_, _, finite) = self._open(split, arrays)
         self.statistics(stream, arrays.x, arrays.inputs, arrays.running, arrays.used, finite, kept)
 
     def _map(self, stream: Stream, split: Split, arrays: Forward) -> None:
-        kept, (scale, shift, _) = split(self.kept, arrays.kept), split(self.forward, arrays.scratch)
+        arrays, kept, (scale, shift, _) = self._open(split, arrays)
         self.coefficients(stream, arrays.inputs, arrays.used, kept, scale, shift)
         self.passes.apply(stream, arrays.x, kept[0], scale, shift, arrays.y)
 
@@ -99,20 +116,20 @@ class ModePlan:
         self.passes.apply(stream, x, mean, scale, shift, y)
 
     def _backward(self, stream: Stream, split: Split, arrays: Backward) -> None:
-        kept, work = split(self.kept, arrays.kept), split(self.backward, arrays.scratch)
+        arrays, kept, work = self._open_backward(split, arrays)
         self.mix_backward(stream, arrays, kept, work)
         slope, offset, scale, *_ = work
         lines = (kept[0], scale, slope, offset)
         self.passes.apply_backward(stream, arrays.dy, arrays.x, *lines, arrays.dx)
 
     def _modes_backward(self, stream: Stream, split: Split, arrays: Backward) -> None:
-        kept, work = split(self.kept, arrays.kept), split(self.backward, arrays.scratch)
+        arrays, kept, work = self._open_backward(split, arrays)
         dweight, dbias = arrays.dweight, arrays.dbias
         given = (arrays.dy, arrays.x, arrays.inputs, arrays.used)
         self.modes_backward(stream, *given, kept, work, dweight, dbias)
 
     def _samples_backward(self, stream: Stream, split: Split, arrays: Backward) -> None:
-        kept, work = split(self.kept, arrays.kept), split(self.backward, arrays.scratch)
+        arrays, kept, work = self._open_backward(split, arrays)
         inputs, mean, dlogits = arrays.inputs, kept[0], arrays.dlogits
         self.samples_backward(stream, inputs, arrays.used, arrays.dused, kept, work, dlogits)
         slope, offset, scale, *_, dweights = work
@@ -270,8 +287,12 @@ def plan_for(
     usage: bool = False,
     running: RunningEstimates | None = None,
     others: tuple[Tensor | None, ...] = (),
+    gates_apart: bool = True,
 ) -> ModePlan:
-    """The plan of a call; other tensors that its launches read are looked at for alignment."""
+    """The plan of a call; other tensors that its launches read are looked at for alignment.
+
+    Gates that are not apart lie with what is kept for backward.
+    """
     tensors = (x, *inputs, *(running or ()), *others)
     return _plan(
         geometry_of(x),
@@ -282,6 +303,7 @@ def plan_for(
         affine_kind(inputs.weight, inputs.bias),
         _running_kind(running, usage),
         x.get_device(),
+        gates_apart,
         aligned(tensors),
     )
 
@@ -296,6 +318,7 @@ def _plan(
     affine: tuple[bool, bool, bool],
     running: tuple[bool, bool, bool, bool],
     device: int,
+    gates_apart: bool,
     direct: bool,
 ) -> ModePlan:
     return ModePlan(geometry, num_modes, eps, momentum, has_gate, affine, running, direct)

@@ -51,7 +51,7 @@ def mode_norm(
         return None
     if options.training and recomputing():
         estimates = None
-    y, used = _ModeNorm.apply(*inputs, estimates, options)
+    y, used = _node(*inputs, estimates, options)
     return y, used if given is None else given
 
 
@@ -152,6 +152,9 @@ class _ModeNorm(torch.autograd.Function):
             first=(dense_like(dy, x), x),
         )
         return dx, None if gates is None else dgates, *gradients, None, None
+
+
+_node = plain.node(_ModeNorm)
 
 
 def _in_c_order(estimates: RunningEstimates | None) -> tuple[Tensor | None, ...]:

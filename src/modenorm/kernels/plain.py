@@ -7,6 +7,7 @@ For what the fused kernels don't serve: masks, double backward, `torch.func`, ex
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,13 @@ from modenorm import exchange, mixing
 from modenorm.exchange import Ranks
 from modenorm.kernels.layout import statistics_dtype
 
-__all__ = ["apply", "as_type", "differentiate", "masked_moments", "mode_norm", "moments"]
+__all__ = ["apply", "as_type", "differentiate", "masked_moments", "mode_norm", "moments", "node"]
+
+
+def node(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply` without its search for leftovers of `torch.func`: fused paths take none."""
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return apply
 
 
 def moments(x: Tensor, with_var: bool = True) -> tuple[Tensor, Tensor | None]:
