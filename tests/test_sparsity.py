@@ -144,6 +144,31 @@ def test_switches_multiply_the_gates_and_are_written_into_the_bias():
     assert model.state_dict().keys() == plain.state_dict().keys()
 
 
+def test_two_penalties_switch_together_and_part_in_any_order():
+    model, x = small_model().eval(), torch.randn(12, 3, 8, 8, dtype=torch.float64)
+
+    def gates():
+        with modenorm.record_gates(model) as recorded, torch.no_grad():
+            model(x)
+        return recorded["1"][0]
+
+    plain = gates()
+    penalties = [ModeSparsity(model, method="switch") for _ in range(2)]
+    states = ([-5.0, 2, 0.3, 1, 4, -6, 0], [3.0, -4, 0.3, 1, -6, 4, 0])
+    expected = plain
+    for penalty, state in zip(penalties, states, strict=True):
+        penalty.log_odds.data.copy_(torch.tensor(state))
+        expected = expected * draw_switches(penalty.log_odds.detach(), None)[:4].double()
+    expected = expected / expected.sum(1, keepdim=True)
+    assert not torch.allclose(expected, plain)
+    assert_close(gates(), expected, 1e-6)
+    for penalty in penalties:  # what it says is in the biases then
+        penalty.remove()
+        assert_close(gates(), expected, 1e-6)
+        penalty.log_odds.data.zero_()
+        assert_close(gates(), expected, 1e-6)
+
+
 def test_switches_learn_and_differ_between_forwards():
     torch.manual_seed(1)
     model, x = small_model(), torch.randn(12, 3, 8, 8, dtype=torch.float64)

@@ -39,7 +39,7 @@ class LinearGate(nn.Module):
         torch.Size([8, 2])
     """
 
-    bias_change: Callable[[], Tensor] | None = None
+    bias_changes: tuple[Callable[[], Tensor], ...] = ()
     """Called in every forward for what is added to the bias, (K,): the switches of a penalty."""
 
     def __init__(
@@ -65,7 +65,10 @@ class LinearGate(nn.Module):
 
     def changed_bias(self) -> Tensor:
         """The bias as it is used now."""
-        return self.bias if self.bias_change is None else self.bias + self.bias_change()
+        bias: Tensor = self.bias
+        for change in self.bias_changes:
+            bias = bias + change()
+        return bias
 
     def forward(self, features: Tensor) -> Tensor:
         """Logits of each sample's modes."""

@@ -183,7 +183,8 @@ def _fused_modes(
 
     gate_weight = gate_bias = given = None
     if isinstance(gates, LinearGate):
-        gate_weight, gate_bias = _float(gates.weight), _float(gates.changed_bias())
+        parameters = (gates.weight, gates.changed_bias())
+        gate_weight, gate_bias = (plain.as_type(p, torch.float32) for p in parameters)
     else:
         given = _gates_of(gates, x, x, estimates).contiguous()
     if options.training or estimates is None:
@@ -218,7 +219,8 @@ def _compiled_modes(
     """Maps for Inductor to fuse with their neighbours, their coefficients by our kernels."""
     gate_weight = gate_bias = given = None
     if isinstance(gates, LinearGate):
-        gate_weight, gate_bias = _float(gates.weight), _float(gates.changed_bias())
+        parameters = (gates.weight, gates.changed_bias())
+        gate_weight, gate_bias = (plain.as_type(p, torch.float32) for p in parameters)
     else:
         given = _gates_of(gates, x, x, estimates)
     inputs = (given, gate_weight, gate_bias, weight, bias)
@@ -314,11 +316,9 @@ def _reference_modes(
             raise ValueError(
                 'the "reference" backend has no momentum=None with "usage"; use "eager"'
             )
-        weights = gates.detach()
-        if mask is not None:
-            weights = weights * mask.flatten(1).sum(1, keepdim=True)
-        total = weights.sum().clamp_min(torch.finfo(weights.dtype).tiny)
-        estimates.share.add_(weights.sum(0) / total)
+        counts = gates.new_ones(len(gates)) if mask is None else mask.flatten(1).sum(1)
+        mass = (gates.detach() * counts[:, None]).sum(0)
+        estimates.share.add_(mass / counts.sum().clamp_min(1))
     tracked = None if estimates is None else estimates.num_batches_tracked
     if tracked is not None and options.training:
         tracked.add_(1)
@@ -399,12 +399,8 @@ def _positions(x: Tensor) -> int:
     return x.shape[2:].numel()
 
 
-def _float(parameter: Tensor) -> Tensor:
-    return parameter if parameter.dtype == torch.float32 else parameter.float()
-
-
 def _cast(dtype: torch.dtype, parameter: Tensor | None) -> Tensor | None:
-    return parameter if parameter is None or parameter.dtype == dtype else parameter.to(dtype)
+    return None if parameter is None else plain.as_type(parameter, dtype)
 
 
 def _full_precision(x: Tensor) -> contextlib.AbstractContextManager[object]:

@@ -180,8 +180,9 @@ class ModeSparsity(nn.Module):
                     f'got {type(layer.gate).__name__}: use method "entropy"'
                 )
             if isinstance(layer.gate, LinearGate):  # whose fused kernels a hook would pass by
-                layer.gate.bias_change = partial(drawn.__getitem__, place)
-                self._attached.callback(delattr, layer.gate, "bias_change")
+                change = partial(drawn.__getitem__, place)
+                layer.gate.bias_changes += (change,)
+                self._attached.callback(_take_off, layer.gate, change)
             else:
                 self._attached.callback(layer.gate.register_forward_hook(added(place)).remove)
         self._attached.callback(model.register_forward_pre_hook(draw).remove)
@@ -195,3 +196,7 @@ class ModeSparsity(nn.Module):
     def extra_repr(self) -> str:
         """The arguments."""
         return f"strength={float(self.strength):g}, method={self.method!r}"
+
+
+def _take_off(gate: LinearGate, change: Callable[[], Tensor]) -> None:
+    gate.bias_changes = tuple(other for other in gate.bias_changes if other is not change)

@@ -289,12 +289,13 @@ class Mixing:
         modes = triton.next_power_of_2(num_modes)
         samples, channels = map(triton.next_power_of_2, (num_samples, num_channels))
         wide = min(channels, max(16, 8192 // modes))
-        # of the backward pass, which holds more numbers in registers
-        half = min(channels, max(16, 4096 // modes))
-        half_warps = 4 if half * modes >= 4096 else 2
+        # tiles of samples_backward and modes_backward, which hold more numbers in registers
+        less_wide = min(channels, max(16, 4096 // modes))
+        less_wide_warps = 4 if less_wide * modes >= 4096 else 2
         many = num_channels * num_modes >= 8192
         block = min(channels, 32 if many else 16)
         walk = min(samples, 4096 // block)
+        short_walk = min(walk, 64) if many else walk
         by_mode = (triton.cdiv(num_channels, block), num_modes)
         narrow = min(channels, 128)
         few = min(samples, 1024 // narrow, 8)
@@ -322,7 +323,7 @@ class Mixing:
             modes_backward_kernel,
             by_mode,
             (*sizes, eps),
-            (*affine, walk // 2 if many and walk > 1 else walk, block),
+            (*affine, short_walk, block),
             4,
             direct,
         )
@@ -331,8 +332,8 @@ class Mixing:
                 samples_backward_kernel,
                 (num_samples,),
                 (num_channels, num_modes, num_positions, eps),
-                (*affine, has_gate, extra, modes, half),
-                half_warps,
+                (*affine, has_gate, extra, modes, less_wide),
+                less_wide_warps,
                 direct,
             )
             for extra in (False, True)

@@ -10,6 +10,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -57,12 +58,12 @@ def captured(step: Step) -> Step:
     """The step as a CUDA graph, which costs the host nothing; on a CPU the step itself."""
     if not torch.cuda.is_available():
         return step
-    graph = _capture(step)
+    return partial(_replay, _capture(step), step)
 
-    def replay(_: Step = step) -> None:  # the step's tensors live as long as the graph
-        graph.replay()
 
-    return replay
+def _replay(graph: torch.cuda.CUDAGraph, _: Step) -> None:
+    """Replay a graph; whoever holds this holds the step too, and so the tensors of the graph."""
+    graph.replay()
 
 
 def _events(graph: torch.cuda.CUDAGraph, replays: int) -> float:
