@@ -21,7 +21,6 @@ from modenorm.kernels import launch as launches  # noqa: E402
 from modenorm.kernels.gpu import Geometry, Passes  # noqa: E402
 from modenorm.kernels.gpu_channels import ChannelMixing  # noqa: E402
 from modenorm.kernels.gpu_mixing import Mixing  # noqa: E402
-from modenorm.kernels.gpu_small_mixing import SmallMixing  # noqa: E402
 from modenorm.lab.models import max_pool, narrow_conv  # noqa: E402
 
 STREAMED = ("x_ptr", "y_ptr", "dy_ptr", "dx_ptr")
@@ -69,11 +68,10 @@ def test_kernels_compile(capability, channels_last, monkeypatch):
     owners = [Passes(geometry)]
     if not channels_last:  # the mixing sees (N, C) arrays alone
         affine, running = (True, True, False), (True, True, True, True)
-        for mixing in (Mixing, SmallMixing):
-            owners.append(mixing(8, 24, 36, 3, 1e-5, 0.1, True, affine, running, True))
+        owners.append(Mixing(8, 24, 36, 3, 1e-5, 0.1, True, affine, running, True))
         owners.append(ChannelMixing(8, 24, 36, 3, 1e-5, True, (True, True), True))
     found = all_launches(*owners)
-    assert len(found) == (6 if channels_last else 20)
+    assert len(found) == (6 if channels_last else 17)
     for launch in found:
         ptx = compile_for(launch, capability).asm["ptx"]
         assert ("griddepcontrol.wait" in ptx) == (capability >= 90), launch.kernel.__name__

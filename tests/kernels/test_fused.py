@@ -69,22 +69,6 @@ def seed():
     torch.manual_seed(0)
 
 
-@pytest.fixture(params=["one launch", "three launches"])
-def mixing(request, monkeypatch):
-    """The mixing in the launches of small sizes, and in those of large ones."""
-    from modenorm.kernels import mode_plan
-
-    small = request.param == "one launch"
-    monkeypatch.setattr(mode_plan, "is_small", lambda *sizes: small)
-    mode_plan._plan.cache_clear()
-    yield
-    mode_plan._plan.cache_clear()
-
-
-both_mixings = pytest.mark.usefixtures("mixing")
-
-
-@both_mixings
 @pytest.mark.parametrize("channels_last", [False, True], ids=["first", "last"])
 @pytest.mark.parametrize("num_modes", MODES, ids="K{}".format)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -92,7 +76,6 @@ def test_training(device, shape, num_modes, channels_last):
     compare_training(device, shape, num_modes, channels_last)
 
 
-@both_mixings
 @pytest.mark.parametrize("options", [{"per_mode_affine": True}, {"affine": False}], ids=str)
 @pytest.mark.parametrize("num_modes", MODES, ids="K{}".format)
 def test_training_with_options(device, num_modes, options):
@@ -131,7 +114,6 @@ def test_half_types(device, dtype, channels_last):
         assert_close(value, wanted, 1e-4, "parameter", floor=1e-4)
 
 
-@both_mixings
 @pytest.mark.parametrize("channels_last", [False, True], ids=["first", "last"])
 def test_gates_from_outside(device, channels_last):
     shape = (6, 5, 3, 4)
@@ -183,7 +165,6 @@ def test_mode_group_norm(device, shape, num_modes, channels_last, variance):
         assert_close(value, wanted, 2e-4, "gradient", floor=1e-4)
 
 
-@both_mixings
 def test_gates_are_a_differentiable_output(device):
     shape = (6, 5, 3, 4)
     layer = layer_for(shape, 3, device)
@@ -212,7 +193,6 @@ def test_double_backward(device):
     torch.testing.assert_close(penalties["fused"], penalties["eager"], atol=1e-4, rtol=1e-4)
 
 
-@both_mixings
 def test_usage_update(device):
     shape = (6, 5, 3, 4)
     layer = layer_for(shape, 3, device, running_update="usage")
@@ -225,7 +205,6 @@ def test_usage_update(device):
         torch.testing.assert_close(value, wanted)
 
 
-@both_mixings
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=str)
 @pytest.mark.parametrize("given", [False, True], ids=["gate", "gates"])
@@ -240,7 +219,6 @@ def test_bad_batches_leave_the_estimates(device, bad, given):
         assert torch.equal(value, wanted)
 
 
-@both_mixings
 def test_a_mode_without_samples(device):
     layer = layer_for((4, 5, 3, 3), 3, device)
     x = tensor((4, 5, 3, 3), device, torch.float32, False).requires_grad_()
@@ -253,7 +231,6 @@ def test_a_mode_without_samples(device):
     assert torch.equal(layer.running_var[2], torch.ones(5, device=device))
 
 
-@both_mixings
 def test_large_means_cost_no_digits(device):
     # float32 holds 1000 to 3e-5; averaged over many values that is 1e-4 of a standard deviation.
     x = tensor((16, 4, 50, 50), device, torch.float64, False) * 0.1 + 1000
@@ -278,7 +255,6 @@ def test_repeated_calls_and_unaligned_memory(device):
         assert_close(torch.autograd.grad(y, x, dy)[0], true_gradients[0], 3e-5, "dx", 3e-5)
 
 
-@both_mixings
 def test_results_repeat(device):
     x = tensor((32, 40, 9, 9), device, torch.float32, True)
     layer = layer_for(x.shape, 4, device)

@@ -73,7 +73,7 @@ def compare_parts(given):
     for i, (value, expected) in enumerate(zip(found, wanted, strict=True)):
         assert (value is None) == (expected is None)
         if value is not None:
-            assert_close(value, expected, 1e-5, f"result {i}", floor=1e-5)
+            assert_close(value, expected, 1e-4, f"result {i}", floor=1e-5)
     for value, expected in zip(given, before, strict=True):
         assert value is expected is None or torch.equal(value, expected), "an input was changed"
 

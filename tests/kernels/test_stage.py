@@ -152,8 +152,6 @@ FORWARD = ["_moments_kernel", "_gates_kernel", "_statistics_kernel", "_coefficie
 FORWARD += ["_apply_kernel"]
 BACKWARD = ["_reduce_backward_kernel", "modes_backward_kernel", "samples_backward_kernel"]
 BACKWARD += ["parameters_backward_kernel", "_apply_backward_kernel"]
-SMALL = ["_moments_kernel", "_mix_kernel", "_apply_kernel"]
-SMALL_BACKWARD = ["_reduce_backward_kernel", "_mix_backward_kernel", "_apply_backward_kernel"]
 
 
 @pytest.mark.parametrize("channels_last", [False, True], ids=["first", "last"])
@@ -170,10 +168,8 @@ SMALL_BACKWARD = ["_reduce_backward_kernel", "_mix_backward_kernel", "_apply_bac
     ],
     ids=lambda options: "-".join(options) or "plain",
 )
-@pytest.mark.parametrize("small", [False, True], ids=["large", "small"])
-def test_a_training_step(stand_in, options, channels_last, small, monkeypatch):
+def test_a_training_step(stand_in, options, channels_last):
     torch.manual_seed(0)
-    monkeypatch.setattr(mode_plan, "is_small", lambda *sizes: small)
     options = dict(options)
     given, penalty = options.pop("given", False), options.pop("penalty", False)
     x = tensor((5, 6, 3, 4), "cpu", torch.float32, channels_last)
@@ -181,8 +177,7 @@ def test_a_training_step(stand_in, options, channels_last, small, monkeypatch):
     more = {"gates": torch.softmax(torch.randn(5, 3), 1)} if given else {}
     first = step(layer, x, dy, penalty, **more)
     assert stand_in.log == []
-    kernels = SMALL + SMALL_BACKWARD if small else FORWARD + BACKWARD
-    check(stand_in, first, step(layer, x, dy, penalty, **more), kernels)
+    check(stand_in, first, step(layer, x, dy, penalty, **more), FORWARD + BACKWARD)
 
 
 def test_evaluation(stand_in):
@@ -222,7 +217,7 @@ def test_a_thread_without_context(stand_in, monkeypatch):
     stand_in.error = stage.INVALID_CONTEXT
     assert torch.equal(layer(x), wanted)
     assert entered == [[]]
-    assert stand_in.log == SMALL
+    assert stand_in.log == FORWARD
 
 
 def test_an_error_of_the_driver(stand_in):

@@ -18,7 +18,7 @@ from modenorm.kernels.gpu_mixing_backward import (
 )
 from modenorm.kernels.launch import Launch
 
-__all__ = ["Mixing", "update_running"]
+__all__ = ["Mixing"]
 
 
 @triton.jit
@@ -60,45 +60,6 @@ def _gates_kernel(
         logits = tl.where(mask_k, logits, float("-inf"))
         powers = tl.exp(logits - tl.max(logits, 0))
         tl.store(gates_ptr + sample * num_modes + modes, powers / tl.sum(powers, 0), mask=mask_k)
-
-
-@triton.jit
-def update_running(
-    mode,
-    offs,
-    mask_c,
-    mode_mean,
-    mode_var,
-    mass,
-    finite,
-    momentum,
-    num_samples,
-    running_mean_ptr,
-    running_var_ptr,
-    tracked_ptr,
-    running_share_ptr,
-    USAGE: tl.constexpr,
-    HAS_TRACKED: tl.constexpr,
-    HAS_SHARE: tl.constexpr,
-    counts,
-):
-    """Move one mode's running estimates; the program that counts also moves the counters."""
-    rate = momentum
-    if USAGE:
-        rate = momentum * (mass / num_samples)
-    moves = mask_c & (mask_c.to(tl.float32) * (mass * finite) > 0.0)
-    old_mean = tl.load(running_mean_ptr + offs, mask=moves, other=0.0)
-    old_var = tl.load(running_var_ptr + offs, mask=moves, other=0.0)
-    step = mode_mean - old_mean
-    new_var = (1.0 - rate) * old_var + rate * mode_var + rate * (1.0 - rate) * step * step
-    tl.store(running_var_ptr + offs, new_var, mask=moves)
-    tl.store(running_mean_ptr + offs, old_mean + rate * step, mask=moves)
-    if counts:
-        if HAS_TRACKED and mode == 0:
-            tl.store(tracked_ptr, tl.load(tracked_ptr) + finite.to(tl.int64))
-        if HAS_SHARE and mass * finite > 0.0:
-            share = tl.load(running_share_ptr + mode) + mass / num_samples
-            tl.store(running_share_ptr + mode, share)
 
 
 @triton.jit
@@ -162,11 +123,23 @@ def _statistics_kernel(
     tl.store(mode_var_ptr + offs, mode_var, mask=mask_c)
     tl.store(mass_ptr + mode, mass)
     if UPDATE:
-        update_running(
-            mode, offs, mask_c, mode_mean, mode_var, mass, tl.min(finites, 0), momentum,
-            num_samples, running_mean_ptr, running_var_ptr, tracked_ptr, running_share_ptr,
-            USAGE, HAS_TRACKED, HAS_SHARE, tl.program_id(0) == 0,
-        )  # fmt: skip
+        finite = tl.min(finites, 0)
+        rate = momentum
+        if USAGE:
+            rate = momentum * (mass / num_samples)
+        moves = mask_c & (tl.full([BLOCK_C], 1.0, tl.float32) * (mass * finite) > 0.0)
+        old_mean = tl.load(running_mean_ptr + offs, mask=moves, other=0.0)
+        old_var = tl.load(running_var_ptr + offs, mask=moves, other=0.0)
+        step = mode_mean - old_mean
+        new_var = (1.0 - rate) * old_var + rate * mode_var + rate * (1.0 - rate) * step * step
+        tl.store(running_var_ptr + offs, new_var, mask=moves)
+        tl.store(running_mean_ptr + offs, old_mean + rate * step, mask=moves)
+        if tl.program_id(0) == 0:
+            if HAS_TRACKED and mode == 0:
+                tl.store(tracked_ptr, tl.load(tracked_ptr) + finite.to(tl.int64))
+            if HAS_SHARE and mass * finite > 0.0:
+                share = tl.load(running_share_ptr + mode) + mass / num_samples
+                tl.store(running_share_ptr + mode, share)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """The launches of a mode norm of one size, and the memory between them.
 
 Forward: moments, gates, statistics, coefficients, map. Backward: reduce, modes, samples, map,
-parameters. Between the streaming passes at both ends, small sizes have one launch each way.
+parameters.
 fused.py makes one autograd node of them, operators.py hands all but the maps to `torch.compile`.
 """
 
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from modenorm.kernels.gpu import Geometry, Passes
 from modenorm.kernels.gpu_mixing import Mixing
-from modenorm.kernels.gpu_small_mixing import SmallMixing, is_small
 from modenorm.kernels.launch import Pointer, Slab
 from modenorm.kernels.mode_arrays import Backward, Forward, Inference, Inputs
 from modenorm.kernels.plan import affine_kind, aligned, geometry_of, pointer
@@ -50,9 +49,6 @@ class ModePlan:
         self.passes = Passes(geometry, direct)
         options = (eps, momentum, has_gate, affine, running, direct)
         self.mixing = Mixing(samples, channels, positions, num_modes, *options)
-        self.small = None
-        if is_small(samples, channels, num_modes):
-            self.small = SmallMixing(samples, channels, positions, num_modes, *options)
         rows, modes = (samples, channels), (num_modes, channels)
         gates = (samples, num_modes)
         self.kept = Slab(rows, rows, modes, modes, (num_modes,), gates)  # moments, of modes, mass
@@ -150,41 +146,19 @@ class ModePlan:
     ) -> None:
         """Moments, gates, the modes' statistics with their running update; scale and shift."""
         scale, shift, finite = work
-        if self.small is None:
-            self.statistics(stream, x, inputs, running, used, finite, kept)
-            self.coefficients(stream, inputs, used, kept, scale, shift)
-            return
-        mean, var, *of_modes = kept
-        self.passes.moments(stream, x, mean, var)
-        gate = (pointer(inputs.gate_weight, mean), pointer(inputs.gate_bias, mean))
-        affine = (pointer(inputs.weight, mean), pointer(inputs.bias, mean))
-        self.small.forward(
-            stream, mean, var, *gate, used, *_estimates(running, mean), *of_modes, *affine,
-            scale, shift,
-        )  # fmt: skip
+        self.statistics(stream, x, inputs, running, used, finite, kept)
+        self.coefficients(stream, inputs, used, kept, scale, shift)
 
     def mix_backward(
         self, stream: Stream, arrays: Backward, kept: list[Any], work: list[Any]
     ) -> None:
         """All gradients but dx, of which slope, offset and scale."""
-        mean, used, dused, inputs = kept[0], arrays.used, arrays.dused, arrays.inputs
-        *of_gate, dweight, dbias = arrays[-4:]
-        if self.small is None:
-            given = (arrays.dy, arrays.x, inputs, used)
-            self.modes_backward(stream, *given, kept, work, dweight, dbias)
-            self.samples_backward(stream, inputs, used, dused, kept, work, arrays.dlogits)
-            found = (arrays.dlogits, *of_gate, dweight)
-            self.parameters_backward(stream, inputs, mean, work[-1], *found)
-            return
-        a, d, scale, u, s, _ = work
-        self.passes.reduce_backward(stream, arrays.dy, arrays.x, mean, d, a)
-        launch = self.small.backward if dused is None else self.small.backward_extra
-        parameters = (pointer(p, mean) for p in (inputs.weight, inputs.bias, inputs.gate_weight))
-        gradients = (pointer(g, mean) for g in arrays[-4:])
-        launch(
-            stream, mean, kept[1], used, *kept[2:], *parameters, used if dused is None else dused,
-            a, d, scale, u, s, arrays.dlogits, *gradients,
-        )  # fmt: skip
+        inputs, used, dlogits = arrays.inputs, arrays.used, arrays.dlogits
+        given = (arrays.dy, arrays.x, inputs, used)
+        self.modes_backward(stream, *given, kept, work, arrays.dweight, arrays.dbias)
+        self.samples_backward(stream, inputs, used, arrays.dused, kept, work, dlogits)
+        found = (arrays.dgate_weight, arrays.dgate_bias, arrays.dweight)
+        self.parameters_backward(stream, inputs, kept[0], work[-1], dlogits, *found)
 
     def statistics(
         self,

@@ -1,4 +1,4 @@
-"""First convolutions: channels of zeros change no number. On a CPU they are not added."""
+"""First convolutions as products of matrices, which on a CPU they are not."""
 
 import os
 import subprocess
@@ -6,7 +6,6 @@ import sys
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from modenorm.lab.models import MODELS, create_model
@@ -33,7 +32,7 @@ def gradients(function, conv, x, dy):
 @pytest.mark.parametrize("last", [False, True], ids=["first", "last"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @SHAPES
-def test_zeros_change_nothing(width, kernel_size, stride, dtype, last):
+def test_by_windows(width, kernel_size, stride, dtype, last):
     conv = he_conv(3, width, kernel_size, stride).to(dtype)
     conv.weight.data = whole(*conv.weight.shape, dtype=dtype)
     x = whole(2, 3, 9, 8, dtype=dtype)
@@ -41,18 +40,20 @@ def test_zeros_change_nothing(width, kernel_size, stride, dtype, last):
         x = x.contiguous(memory_format=torch.channels_last)
         conv.to(memory_format=torch.channels_last)
     dy = whole(*conv(x).shape, dtype=dtype)
-    found, wanted = (gradients(f, conv, x, dy) for f in (conv.padded, conv))
+    found, wanted = (gradients(f, conv, x, dy) for f in (conv.by_windows, conv))
+    assert found[0].is_contiguous(memory_format=torch.channels_last)
+    rtol = 0 if dtype == torch.float32 else 2**-7
     for value, truth in zip(found, wanted, strict=True):
-        assert torch.equal(value, truth)
-        assert value.stride() == truth.stride()
+        error = (value - truth).float().norm()  # in half precision dx adds up what is rounded
+        assert error <= rtol * truth.float().norm()
 
 
-def test_zeros_change_nothing_under_autocast():
+def test_by_windows_under_autocast():
     conv = he_conv(3, 16, 3)
     conv.weight.data = whole(*conv.weight.shape)
     x = whole(2, 3, 9, 8).contiguous(memory_format=torch.channels_last)
     with torch.autocast("cpu", torch.bfloat16):
-        y = conv.padded(x)
+        y = conv.by_windows(x)
         wanted = conv(x)
     assert y.dtype == torch.bfloat16
     assert torch.equal(y, wanted)
@@ -61,27 +62,9 @@ def test_zeros_change_nothing_under_autocast():
     assert conv.weight.grad.shape == (16, 3, 3, 3)
 
 
-@pytest.mark.parametrize("multiple", [1, 4, 8])
-def test_channels_that_are_convolved(multiple, monkeypatch):
-    monkeypatch.setattr(module, "MULTIPLE", multiple)
-    seen = []
-    convolve = StemConv2d._conv_forward
-
-    def watched(self, x, weight, bias):
-        seen.append((x.shape[1], weight.shape[1]))
-        return convolve(self, x, weight, bias)
-
-    monkeypatch.setattr(StemConv2d, "_conv_forward", watched)
-    conv, x = he_conv(3, 16, 3), torch.randn(2, 3, 5, 4)
-    torch.testing.assert_close(conv.padded(x), F.conv2d(x, conv.weight, padding=1))
-    conv(x)
-    most = -(-3 // multiple) * multiple
-    assert seen == [(most, most), (3, 3)]
-
-
-def test_padded_only_where_it_gains(monkeypatch):
+def test_only_where_it_gains(monkeypatch):
     """Of tensors that say that they are on a GPU."""
-    monkeypatch.setattr(StemConv2d, "padded", lambda self, x: "padded")
+    monkeypatch.setattr(StemConv2d, "by_windows", lambda self, x: "matrices")
     monkeypatch.setattr(nn.Conv2d, "forward", lambda self, x: "as torch does")
     conv = he_conv(3, 16, 3)
 
@@ -93,13 +76,15 @@ def test_padded_only_where_it_gains(monkeypatch):
 
     half = images(torch.bfloat16)
     assert conv(half) == "as torch does"
-    assert conv(half.as_subclass(OnGpu)) == "padded"
-    assert conv(images(torch.float16).as_subclass(OnGpu)) == "padded"
+    assert conv(half.as_subclass(OnGpu)) == "matrices"
+    assert conv(images(torch.float16).as_subclass(OnGpu)) == "matrices"
     for x in (images(torch.float32), images(torch.bfloat16, torch.contiguous_format), half[0]):
         assert conv(x.as_subclass(OnGpu)) == "as torch does"
+    large = torch.empty(1, device="meta", dtype=torch.bfloat16).expand(512, 3, 64, 64)
+    assert conv(large.as_subclass(OnGpu)) == "as torch does"
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: True)
     monkeypatch.setattr(torch, "get_autocast_dtype", lambda device: torch.bfloat16)
-    assert conv(images(torch.float32).as_subclass(OnGpu)) == "padded"
+    assert conv(images(torch.float32).as_subclass(OnGpu)) == "matrices"
     monkeypatch.setattr(module, "ENABLED", False)
     assert conv(half.as_subclass(OnGpu)) == "as torch does"
 
@@ -125,11 +110,11 @@ def test_starts_as_other_convolutions_do(width, kernel_size, stride):
 
 
 def test_traced():
-    """The padded form, with its gradients, as one graph."""
+    """The matrices, with their gradients, as one graph."""
     conv = he_conv(3, 16, 3)
     conv.weight.data = whole(*conv.weight.shape)
     x, dy = whole(2, 3, 5, 4), whole(2, 16, 5, 4)
-    compiled = torch.compile(conv.padded, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(conv.by_windows, fullgraph=True, backend="aot_eager")
     found, wanted = (gradients(f, conv, x, dy) for f in (compiled, conv))
     for value, truth in zip(found, wanted, strict=True):
         assert torch.equal(value, truth)

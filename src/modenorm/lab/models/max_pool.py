@@ -42,8 +42,8 @@ class PoolTile(NamedTuple):
     warps: int
 
 
-POOL_TILE = PoolTile(columns=128, rows=4, warps=4)
-UNPOOL_TILE = PoolTile(columns=128, rows=4, warps=4)
+POOL_TILE = PoolTile(columns=64, rows=2, warps=2)
+UNPOOL_TILE = PoolTile(columns=64, rows=2, warps=2)
 
 
 class HalvingMaxPool2d(nn.MaxPool2d):

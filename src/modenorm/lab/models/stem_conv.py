@@ -1,7 +1,8 @@
 """The first convolution of a network, of images with three channels, on a GPU.
 
-cuDNN's fast convolutions in half precision take channels by eight. So images and weights get
-channels of zeros, by operators that a compiled step fuses with their conversion to half precision.
+Three channels suit no convolution of half precision: cuDNN takes several times as long as memory
+does. So the windows are copied into the rows of a matrix, by operators that a compiled step fuses
+into one kernel, and the convolution and its gradient are matrix products.
 """
 
 from __future__ import annotations
@@ -15,31 +16,42 @@ from torch import Tensor, nn
 __all__ = ["StemConv2d"]
 
 ENABLED = os.environ.get("MODENORM_STEM_CONV") != "0"
-"""Whether `StemConv2d` adds channels of zeros on a GPU; else it is torch's Conv2d."""
-MULTIPLE = 8
-"""Channels are added up to a multiple of this."""
+"""Whether `StemConv2d` multiplies matrices where it can; else it is torch's Conv2d."""
 _HALF = (torch.bfloat16, torch.float16)
+_MULTIPLE = 8  # rows of a matrix begin at multiples of 16 bytes
+_MOST = 1 << 25  # numbers of a matrix of windows: 64 MiB
 
 
 class StemConv2d(nn.Conv2d):
-    """torch's Conv2d, which in half precision on a GPU, channels last, adds channels of zeros.
+    """torch's Conv2d of few channels, which in half precision on a GPU multiplies matrices.
 
-    Weights and results are the same with and without them.
+    Weights are the same either way, results up to the order of the sums. Images for which the
+    matrix of windows is large are left to torch.
     """
 
     def forward(self, x: Tensor) -> Tensor:
         """Convolve x (N, C, H, W)."""
-        return self.padded(x) if _gains(x) else super().forward(x)
+        return self.by_windows(x) if self._gains(x) else super().forward(x)
 
-    def padded(self, x: Tensor) -> Tensor:
-        """Convolve x (N, C, H, W) with channels of zeros added to x and to the weights."""
-        zeros = (0, 0, 0, 0, 0, -self.in_channels % MULTIPLE)
-        return self._conv_forward(F.pad(x, zeros), F.pad(self.weight, zeros), self.bias)
+    def by_windows(self, x: Tensor) -> Tensor:
+        """Convolve x (N, C, H, W) as a product of matrices; the result lies channels last."""
+        weight = self.weight.flatten(1)
+        zeros = (0, -weight.shape[1] % _MULTIPLE)
+        y = F.linear(F.pad(self.windows(x), zeros), F.pad(weight, zeros), self.bias)
+        return y.permute(0, 3, 1, 2)
 
+    def windows(self, x: Tensor) -> Tensor:
+        """What the kernel sees at each position: (N, H', W', C · height · width)."""
+        (height, width), (down, right) = self.kernel_size, self.stride
+        x = F.pad(x, self._reversed_padding_repeated_twice)
+        views = x.unfold(2, height, down).unfold(3, width, right)
+        return views.permute(0, 2, 3, 1, 4, 5).flatten(3)
 
-def _gains(x: Tensor) -> bool:
-    if not ENABLED or x.device.type != "cuda" or x.ndim != 4:
-        return False
-    autocast = torch.is_autocast_enabled("cuda")
-    dtype = torch.get_autocast_dtype("cuda") if autocast else x.dtype
-    return dtype in _HALF and x.is_contiguous(memory_format=torch.channels_last)
+    def _gains(self, x: Tensor) -> bool:
+        if not ENABLED or x.device.type != "cuda" or x.ndim != 4:
+            return False
+        if x.numel() * self.weight[0, 0].numel() // (self.stride[0] * self.stride[1]) > _MOST:
+            return False
+        autocast = torch.is_autocast_enabled("cuda")
+        dtype = torch.get_autocast_dtype("cuda") if autocast else x.dtype
+        return dtype in _HALF and x.is_contiguous(memory_format=torch.channels_last)
