@@ -1,5 +1,7 @@
 """What the ranks of test_ranks.py run: `torchrun ranks_child.py FOLDER`."""
 
+import atexit
+import gc
 import json
 import os
 import signal
@@ -83,9 +85,25 @@ def closed_state(runs: Path) -> list[float]:
     return sums
 
 
+def threads() -> set[str]:
+    """The numbers of this process's threads."""
+    return set(os.listdir("/proc/self/task"))
+
+
+def tell_leftover_threads(path: Path, known: set[str]) -> None:
+    """Write how many threads have been started since they were `known`, and not ended."""
+    deadline = time.monotonic() + 5  # the system lists a thread a little longer than it lives
+    while threads() - known and time.monotonic() < deadline:
+        time.sleep(0.01)
+    path.write_text(str(len(threads() - known)))
+
+
 def main(folder: Path) -> None:
     """Train, stop and fail in all ways that need several ranks."""
     rank = int(os.environ["RANK"])
+    if Path("/proc/self/task").exists():  # registered first, called last
+        atexit.register(tell_leftover_threads, folder / f"threads{rank}", threads())
+    gc.disable()  # models that became garbage are still there when the process ends
     runs, found = folder / "two", {}
     os.chdir(folder / f"rank{rank}")
     for name, config in (("uneven", UNEVEN), ("per rank", PER_RANK), ("dropout", DROPOUT)):

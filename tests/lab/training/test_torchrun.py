@@ -146,6 +146,12 @@ def test_every_rank_is_told_at_once(found: list[dict[str, Any]], case: str, mess
         assert found[rank][case]["seconds"] < 5
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds threads in /proc")
+def test_no_thread_is_left_when_python_ends(folder: Path) -> None:
+    """One that then wants to run Python aborts the process."""
+    assert [(folder / f"threads{rank}").read_text() for rank in range(2)] == ["0", "0"]
+
+
 def process_of(rank: int, parent: int) -> int | None:
     """The process that torchrun started as a rank."""
     mark = f"\0RANK={rank}\0".encode()

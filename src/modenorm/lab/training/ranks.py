@@ -7,6 +7,7 @@ Each rank takes a share of every batch and of the test set. Rank 0 writes files 
 import atexit
 import contextlib
 import datetime
+import gc
 import inspect
 import multiprocessing
 import os
@@ -15,6 +16,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+
+# DDP imports it, and defaults of its functions would hold a group that exists by then
+import torch.distributed.nn.functional
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -170,18 +174,29 @@ def joined(device: torch.device) -> Iterator[Ranks]:
         distributed.init_process_group(
             backend, timeout=TIMEOUT, store=_store(), rank=ranks.rank, world_size=ranks.size
         )
-        atexit.register(distributed.destroy_process_group)
+        atexit.register(_part)
     try:
         yield ranks
     except RuntimeError as error:
         if ranks.size == 1 or not _is_loss(error):
             raise
-        atexit.unregister(distributed.destroy_process_group)  # there is nobody to part from
+        atexit.unregister(_part)  # there is nobody to part from
         raise ConnectionError(
             f"rank {ranks.rank} lost the others, which have stopped or cannot be reached "
             f"({str(error).splitlines()[0]}): the training goes on from its last checkpoint when "
             "all ranks are started again, as torchrun --max-restarts does"
         ) from error
+
+
+def _part() -> None:
+    """Leave the group and end its threads, before Python does.
+
+    When a collective is done and others know it, a thread of gloo's drops its tensors, for which it
+    may have to wait for its turn to run Python. If Python ends meanwhile, the process is aborted.
+    The threads end with the last reference to the group; models have some, and are in cycles.
+    """
+    gc.collect()
+    distributed.destroy_process_group()
 
 
 def _store() -> distributed.Store:
