@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +23,34 @@ from modenorm.kernels import (
     native_node,
     operators,
     plain,
+    runs_native,
     runs_triton,
     streaming,
 )
 from modenorm.kernels.layout import statistics_dtype
+from modenorm.kernels.mode_arrays import Inputs
 from modenorm.mixing import RunningEstimates, autocasting, product
 
 __all__ = ["Gate", "normalize_channels", "normalize_modes"]
 
 Gate = Callable[[Tensor], Tensor]
+
+
+class _Call(NamedTuple):
+    """What a mode norm is called with."""
+
+    x: Tensor
+    gates: Tensor | Gate
+    estimates: RunningEstimates | None
+    weight: Tensor | None
+    bias: Tensor | None
+    options: Options
+    mask: Tensor | None
+
+    @property
+    def from_batch(self) -> bool:
+        """Whether the statistics are the batch's, not the running estimates."""
+        return self.options.training or self.estimates is None
 
 
 def normalize_modes(
@@ -47,59 +67,39 @@ def normalize_modes(
     Gates that don't matter may have no gradient, or be None.
     """
     check_input(x)
+    dtype = statistics_dtype(x)
+    weight, bias = _cast(dtype, weight), _cast(dtype, bias)
     mask = None if mask is None else as_mask(mask, x)
+    call = _Call(x, gates, estimates, weight, bias, options, mask)
     if not autocasting(x):
-        return _normalize_modes(x, gates, estimates, weight, bias, options, mask)
+        return _normalize_modes(call)
     with _full_precision(x):
-        return _normalize_modes(x, gates, estimates, weight, bias, options, mask)
+        return _normalize_modes(call)
 
 
-def _normalize_modes(
-    x: Tensor,
-    gates: Tensor | Gate,
-    estimates: RunningEstimates | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    options: Options,
-    mask: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
+def _normalize_modes(call: _Call) -> tuple[Tensor, Tensor | None]:
+    x, options = call.x, call.options
     if x.numel() == 0:
-        return _empty_modes(x, gates, estimates, weight, bias, options)
-    from_batch = options.training or estimates is None
-    if from_batch and x.numel() == x.shape[1] and options.ranks is None:
+        return _empty_modes(call)
+    if call.from_batch and x.numel() == x.shape[1] and options.ranks is None:
         raise ValueError(
             f"a batch of shape {tuple(x.shape)} has one value per channel, so no variance; "
             f"use more samples or positions, or call eval() on a layer with running estimates"
         )
-    dtype = statistics_dtype(x)
-    weight, bias = _cast(dtype, weight), _cast(dtype, bias)
-    backend = choose_backend(x, plain_only=mask is not None)
+    backend = choose_backend(x, plain_only=call.mask is not None)
     if backend == "reference":
-        return _reference_modes(x, gates, estimates, weight, bias, options, mask)
-    if backend == "fused" and _one_node(x, gates, estimates, options):
-        return _fused_modes(x, gates, estimates, weight, bias, options)
-    if backend == "fused" and _one_call(gates, from_batch, options):
-        found = native_node.mode_norm(x, gates, weight, bias, estimates, options)
+        return _reference_modes(call)
+    if backend == "fused" and _one_node(call):
+        return _fused_modes(call)
+    if backend == "fused" and _one_call(call):
+        found = native_node.mode_norm(x, *_inputs(call, x.dtype), call.estimates, options)
         if found is not None:
             return found
-    if not from_batch and isinstance(gates, Tensor):
-        return _without_moments(x, gates, estimates, weight, bias, options, backend)
-    if from_batch and mask is None and options.ranks is None and _compiled_on_gpu(x, gates):
-        return _compiled_modes(x, gates, estimates, weight, bias, options)
-    mean, var, counts, affine = _moments(x, backend, mask, with_var=from_batch)
-    gates = _gates_of(gates, mean, x, estimates)
-    if backend == "fused" and from_batch:
-        assert var is not None
-        scale, shift, batch = mixing_node.mix(
-            mean, var, gates, weight, bias, options.eps, options.ranks, _positions(x)
-        )
-        _update_running(estimates, batch, options)
-        return affine(mean.detach(), scale, shift), gates
-    if counts is None and options.ranks is not None:
-        counts = gates.new_tensor(_positions(x)).expand(x.shape[0])
-    mode_mean, mode_var = _mode_moments(mean, var, counts, gates, estimates, options)
-    scale, shift = mixing.coefficients(mode_mean, mode_var, gates, mean, weight, bias, options.eps)
-    return affine(mean, scale, shift), gates
+    if not call.from_batch and isinstance(call.gates, Tensor):
+        return _without_moments(call, backend)
+    if _compiled_on_gpu(call):
+        return _compiled_modes(call)
+    return _mixed_modes(call, backend)
 
 
 def normalize_channels(
@@ -151,82 +151,85 @@ def _known_gates(gates: Tensor | Gate) -> bool:
     )
 
 
-def _one_node(
-    x: Tensor, gates: Tensor | Gate, estimates: RunningEstimates | None, options: Options
-) -> bool:
+def _one_node(call: _Call) -> bool:
     """Whether kernels/fused.py has this case: the paper's gate or given gates, on a GPU."""
-    if not _known_gates(gates):
+    if not _known_gates(call.gates):
         return False
-    if not runs_triton(x):
+    if not runs_triton(call.x):
         return False
-    if options.training or estimates is None:
-        return options.momentum is not None or estimates is None
-    return not torch.is_grad_enabled() and not isinstance(gates, Tensor)
+    if call.from_batch:
+        return call.options.momentum is not None or call.estimates is None
+    return not torch.is_grad_enabled() and not isinstance(call.gates, Tensor)
 
 
-def _one_call(gates: Tensor | Gate, from_batch: bool, options: Options) -> bool:
+def _one_call(call: _Call) -> bool:
     """Whether kernels/native_node.py has this case, if it can take the tensors."""
-    if options.ranks is not None or not _known_gates(gates):
+    if call.options.ranks is not None or not (_known_gates(call.gates) and runs_native(call.x)):
         return False
-    return from_batch or not (torch.is_grad_enabled() or isinstance(gates, Tensor))
+    return call.from_batch or not (torch.is_grad_enabled() or isinstance(call.gates, Tensor))
 
 
-def _fused_modes(
-    x: Tensor,
-    gates: Tensor | Gate,
-    estimates: RunningEstimates | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    options: Options,
-) -> tuple[Tensor, Tensor | None]:
+def _compiled_on_gpu(call: _Call) -> bool:
+    """Whether `torch.compile` is tracing a case that kernels/operators.py has."""
+    if not call.from_batch or call.mask is not None or call.options.ranks is not None:
+        return False
+    known = isinstance(call.gates, Tensor) or type(call.gates) is LinearGate
+    return known and torch.compiler.is_compiling() and operators.available(call.x)
+
+
+def _inputs(call: _Call, dtype: torch.dtype) -> Inputs:
+    """What the nodes take beside x, gate parameters in a type."""
+    if not isinstance(call.gates, LinearGate):
+        given = _gates_of(call.gates, call.x, call.x, call.estimates)
+        return Inputs(given, None, None, call.weight, call.bias)
+    weight, bias = call.gates.weight, call.gates.changed_bias()
+    gate = (plain.as_type(weight, dtype), plain.as_type(bias, dtype))
+    return Inputs(None, *gate, call.weight, call.bias)
+
+
+def _fused_modes(call: _Call) -> tuple[Tensor, Tensor | None]:
     from modenorm.kernels import fused
 
-    gate_weight = gate_bias = given = None
-    if isinstance(gates, LinearGate):
-        parameters = (gates.weight, gates.changed_bias())
-        gate_weight, gate_bias = (plain.as_type(p, torch.float32) for p in parameters)
-    else:
-        given = _gates_of(gates, x, x, estimates).contiguous()
-    if options.training or estimates is None:
-        running = None if recomputing() else estimates
-        momentum = 0.0 if options.momentum is None else options.momentum
-        usage = options.running_update == "usage"
-        training = fused.Training(
-            options.eps, momentum, usage, running, options.ranks, options.gates_matter
-        )
-        return fused.mode_norm(x, given, gate_weight, gate_bias, weight, bias, training)
-    assert gate_weight is not None
-    assert gate_bias is not None
-    return fused.mode_norm_inference(
-        x, gate_weight, gate_bias, weight, bias, estimates.mean, estimates.var, options.eps
+    gates, *_ = inputs = _inputs(call, torch.float32)
+    estimates, options = call.estimates, call.options
+    if not call.from_batch:
+        assert estimates is not None
+        return fused.mode_norm_inference(call.x, inputs, estimates, options.eps)
+    running = None if recomputing() else estimates
+    momentum = 0.0 if options.momentum is None else options.momentum
+    usage = options.running_update == "usage"
+    training = fused.Training(
+        options.eps, momentum, usage, running, options.ranks, options.gates_matter
     )
+    if gates is not None:
+        inputs = inputs._replace(gates=gates.contiguous())
+    return fused.mode_norm(call.x, *inputs, training)
 
 
-def _compiled_on_gpu(x: Tensor, gates: Tensor | Gate) -> bool:
-    """Whether `torch.compile` is tracing a case that kernels/operators.py has."""
-    known = isinstance(gates, Tensor) or type(gates) is LinearGate
-    return known and torch.compiler.is_compiling() and operators.available(x)
-
-
-def _compiled_modes(
-    x: Tensor,
-    gates: Tensor | Gate,
-    estimates: RunningEstimates | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    options: Options,
-) -> tuple[Tensor, Tensor]:
+def _compiled_modes(call: _Call) -> tuple[Tensor, Tensor]:
     """Maps for Inductor to fuse with their neighbours, their coefficients by our kernels."""
-    gate_weight = gate_bias = given = None
-    if isinstance(gates, LinearGate):
-        parameters = (gates.weight, gates.changed_bias())
-        gate_weight, gate_bias = (plain.as_type(p, torch.float32) for p in parameters)
-    else:
-        given = _gates_of(gates, x, x, estimates)
-    inputs = (given, gate_weight, gate_bias, weight, bias)
-    if not options.training or recomputing():
-        estimates = None
-    return operators.mode_norm(x, *inputs, estimates, options)
+    moves = call.options.training and not recomputing()
+    estimates = call.estimates if moves else None
+    return operators.mode_norm(call.x, *_inputs(call, torch.float32), estimates, call.options)
+
+
+def _mixed_modes(call: _Call, backend: str) -> tuple[Tensor, Tensor]:
+    """Moments, then gates and mixing by operators of torch or nodes of their own, then the map."""
+    x, gates, estimates, weight, bias, options, mask = call
+    mean, var, counts, affine = _moments(x, backend, mask, with_var=call.from_batch)
+    gates = _gates_of(gates, mean, x, estimates)
+    if backend == "fused" and call.from_batch:
+        assert var is not None
+        scale, shift, batch = mixing_node.mix(
+            mean, var, gates, weight, bias, options.eps, options.ranks, _positions(x)
+        )
+        _update_running(estimates, batch, options)
+        return affine(mean.detach(), scale, shift), gates
+    if counts is None and options.ranks is not None:
+        counts = gates.new_tensor(_positions(x)).expand(x.shape[0])
+    mode_mean, mode_var = _mode_moments(mean, var, counts, gates, estimates, options)
+    scale, shift = mixing.coefficients(mode_mean, mode_var, gates, mean, weight, bias, options.eps)
+    return affine(mean, scale, shift), gates
 
 
 def _moments(
@@ -272,38 +275,23 @@ def _update_running(
         mixing.update_running(estimates, batch, options.momentum, options.running_update)
 
 
-def _without_moments(
-    x: Tensor,
-    gates: Tensor,
-    estimates: RunningEstimates | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    options: Options,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
+def _without_moments(call: _Call, backend: str) -> tuple[Tensor, Tensor]:
     """Inference with gates from outside: one map, no look at the data first."""
+    x, estimates = call.x, call.estimates
     assert estimates is not None
-    gates = _gates_of(gates, x, x, estimates)
-    mode_mean, mode_var = (t.to(gates.dtype) for t in (estimates.mean, estimates.var))
-    centre = product(
-        gates.detach(), mode_mean
-    )  # y does not depend on it, and backward keeps no buffer
+    gates = _gates_of(call.gates, x, x, estimates)
+    mode_mean, mode_var = estimates.mean.to(gates.dtype), estimates.var.to(gates.dtype)
+    # y does not depend on it, and backward keeps no buffer
+    centre = product(gates.detach(), mode_mean)
     scale, shift = mixing.coefficients(
-        mode_mean, mode_var, gates, centre, weight, bias, options.eps
+        mode_mean, mode_var, gates, centre, call.weight, call.bias, call.options.eps
     )
     affine = streaming.affine if backend == "fused" else plain.apply
     return affine(x, centre, scale, shift), gates
 
 
-def _reference_modes(
-    x: Tensor,
-    gates: Tensor | Gate,
-    estimates: RunningEstimates | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    options: Options,
-    mask: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def _reference_modes(call: _Call) -> tuple[Tensor, Tensor]:
+    x, gates, estimates, weight, bias, options, mask = call
     if options.ranks is not None:
         raise ValueError('the "reference" backend sees one process only; use "eager"')
     pooled = plain.moments(x, False)[0] if mask is None else plain.masked_moments(x, mask)[0]
@@ -366,15 +354,9 @@ def _features_for(gate: Gate, pooled: Tensor) -> Tensor:
     return pooled
 
 
-def _empty_modes(
-    x: Tensor,
-    gates: Tensor | Gate,
-    estimates: RunningEstimates | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    options: Options,
-) -> tuple[Tensor, Tensor]:
+def _empty_modes(call: _Call) -> tuple[Tensor, Tensor]:
     """No values: an empty output, and nothing to tell other ranks, who are told so."""
+    x, gates, estimates, weight, bias, options, _ = call
     seen = x if isinstance(gates, Tensor) else x[:0]  # a gate learns nothing from no data
     mean, _ = plain.moments(x[:0], with_var=False)
     gates = _gates_of(gates, mean, seen, estimates)

@@ -7,7 +7,6 @@ backward repeats the forward in plain operators.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch import Tensor
 
 from modenorm.buffers import recomputing
 from modenorm.checks import Options
-from modenorm.gates import LinearGate
 from modenorm.kernels import plain, runs_native
 from modenorm.kernels.layout import as_dense, dense_like, is_channels_last
 from modenorm.kernels.native import call
@@ -27,32 +25,25 @@ __all__ = ["mode_norm"]
 
 def mode_norm(
     x: Tensor,
-    gates: Tensor | Callable[[Tensor], Tensor],
+    gates: Tensor | None,
+    gate_weight: Tensor | None,
+    gate_bias: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
     estimates: RunningEstimates | None,
     options: Options,
 ) -> tuple[Tensor, Tensor] | None:
-    """Y and the gates (N, K), or None if C can't take these tensors; gates: given, or the paper's.
+    """Y and the gates (N, K), or None if C can't take these tensors; gates None: the gate's.
 
     In training the estimates are moved; otherwise they are used, and y is not differentiable.
     """
-    if not runs_native(x):
-        return None
-    given = gate_weight = gate_bias = None
-    if isinstance(gates, LinearGate):
-        parameters = (gates.weight, gates.changed_bias())
-        gate_weight, gate_bias = (plain.as_type(p, x.dtype) for p in parameters)
-    else:
-        assert isinstance(gates, Tensor)
-        given = gates.to(x.dtype)
-    inputs = (as_dense(x.resolve_neg()), given, gate_weight, gate_bias, weight, bias)
+    inputs = (as_dense(x.resolve_neg()), gates, gate_weight, gate_bias, weight, bias)
     if not _fit(*inputs, estimates):
         return None
     if options.training and recomputing():
         estimates = None
     y, used = _node(*inputs, estimates, options)
-    return y, used if given is None else given
+    return y, used if gates is None else gates
 
 
 def _fit(
