@@ -12,7 +12,7 @@ from modenorm.lab.models.max_pool import HalvingMaxPool2d, max_pool, max_unpool
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 # One pixel, one row, one column; even and odd; more columns and more rows than a program takes.
 SMALL = [(1, 1, 1, 1), (2, 8, 1, 7), (2, 16, 6, 1), (3, 8, 8, 8), (2, 16, 7, 5), (2, 8, 6, 9)]
-SMALL += [(5, 24, 19, 21)]
+SMALL += [(3, 24, 7, 15)]
 REAL = [(128, 96, 32, 32), (127, 64, 33, 31), (2, 64, 112, 112)]
 
 
