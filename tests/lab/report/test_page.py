@@ -245,6 +245,19 @@ def test_measurements_are_tables(tmp_path):
     assert "cannot be read" in text_of(render([], Page(results=[tmp_path / "none.jsonl"])))
 
 
+def test_long_measurements_are_folded_and_their_parts_readable(tmp_path):
+    file = tmp_path / "table.jsonl"
+    parts = {"conv.norm": {"shares": [0.123456, 1], "entropy": None}}
+    file.write_text("\n".join(json.dumps({"seed": seed, "modes": parts}) for seed in range(13)))
+    assert read_table(file).constants == {"modes": "conv.norm (shares (0.1235 1), entropy –)"}
+    html = render([], Page(results=[file]))
+    assert "<details><summary>13 rows</summary>" in html
+    file.write_text(json.dumps({"deep": json.loads("[" * 300 + "]" * 300)}))
+    assert render([], Page(results=[file]))
+    file.write_text('{"seed": 0}')
+    assert "<details open><summary>1 row</summary>" in render([], Page(results=[file]))
+
+
 def test_200_runs_in_30_seconds_and_10_megabytes(tmp_path):
     for seed in range(10):
         for modes in (2, 4, 8):

@@ -233,19 +233,28 @@ def read_table(path: Path) -> FileTable:
         entries = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
         if not all(isinstance(entry, dict) for entry in entries):
             raise ValueError("a line is not a JSON object")
+        cells = [{name: _cell(value) for name, value in entry.items()} for entry in entries]
     except (ValueError, OSError, RecursionError) as error:
         return FileTable(path.name, [], [], {}, f"cannot be read: {error}")
     names = list(dict.fromkeys(name for entry in entries for name in entry))
     flat = {name: {json.dumps(entry.get(name)) for entry in entries} for name in names}
     fixed = [name for name in names if len(entries) > 1 and len(flat[name]) == 1]
     columns = [name for name in names if name not in fixed]
-    rows = [[_cell(entry.get(name)) for name in columns] for entry in entries]
-    return FileTable(path.name, columns, rows, {name: _cell(entries[0][name]) for name in fixed})
+    rows = [[row.get(name, "") for name in columns] for row in cells]
+    return FileTable(path.name, columns, rows, {name: cells[0][name] for name in fixed})
 
 
 def _cell(value: Any) -> Any:
     if isinstance(value, float):
         return f"{value:.4g}"
-    if isinstance(value, list | dict):
-        return json.dumps(value)
+    if isinstance(value, list):
+        return " ".join(map(_part, value))
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_part(part)}" for name, part in value.items())
     return "" if value is None else value
+
+
+def _part(value: Any) -> str:
+    if isinstance(value, list | dict):
+        return f"({_cell(value)})"
+    return "–" if value is None else str(_cell(value))
