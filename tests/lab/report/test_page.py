@@ -234,10 +234,15 @@ def test_no_runs_at_all(tmp_path):
 
 def test_measurements_are_tables(tmp_path):
     file = tmp_path / "bench.jsonl"
-    rows = [{"tensor": "128×6", "us": 14.23456, "device": "H"}, {"tensor": "1×2", "device": "H"}]
+    rows = [
+        {"tensor": "128×6", "us": 14.23456, "device": "H", "groups": None},
+        {"tensor": "1×2", "device": "H"},
+        {"tensor": "9×9", "us": 54140.58, "device": "H"},
+    ]
     file.write_text("\n".join(map(json.dumps, rows)))
     table = read_table(file)
-    assert (table.columns, table.rows) == (["tensor", "us"], [["128×6", "14.23"], ["1×2", ""]])
+    assert table.columns == ["tensor", "us"]
+    assert table.rows == [["128×6", "14.23"], ["1×2", ""], ["9×9", "54141"]]
     assert table.constants == {"device": "H"}
     text = text_of(render([], Page(results=[file])))
     assert "In all rows: device H ." in text

@@ -241,12 +241,13 @@ def read_table(path: Path) -> FileTable:
     fixed = [name for name in names if len(entries) > 1 and len(flat[name]) == 1]
     columns = [name for name in names if name not in fixed]
     rows = [[row.get(name, "") for name in columns] for row in cells]
-    return FileTable(path.name, columns, rows, {name: cells[0][name] for name in fixed})
+    constants = {name: cells[0][name] for name in fixed if cells[0].get(name, "") != ""}
+    return FileTable(path.name, columns, rows, constants)
 
 
 def _cell(value: Any) -> Any:
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return f"{value:.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.4g}"
     if isinstance(value, list):
         return " ".join(map(_part, value))
     if isinstance(value, dict):
