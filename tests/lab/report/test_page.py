@@ -257,6 +257,11 @@ def test_long_measurements_are_folded_and_their_parts_readable(tmp_path):
     assert read_table(file).constants == {"modes": "conv.norm (shares (0.1235 1), entropy –)"}
     html = render([], Page(results=[file]))
     assert "<details><summary>13 rows</summary>" in html
+    file.write_text("\n".join(json.dumps({"seed": seed}) for seed in range(501)))
+    html = render([], Page(results=[file]))
+    assert "501 rows, the first 500 shown" in html
+    assert "<td>499</td>" in html
+    assert "<td>500</td>" not in html
     file.write_text(json.dumps({"deep": json.loads("[" * 300 + "]" * 300)}))
     assert render([], Page(results=[file]))
     file.write_text('{"seed": 0}')

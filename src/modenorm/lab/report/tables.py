@@ -23,6 +23,7 @@ OF_NORMS = {
 }
 IN_LABEL = ("norm", "modes", "groups")
 BASELINES = {"mn": "bn", "mgn": "gn"}
+MOST_ROWS = 500
 
 
 @dataclass(frozen=True)
@@ -218,12 +219,13 @@ def _varying(configs: list[dict[str, Any]]) -> list[str]:
 
 @dataclass(frozen=True)
 class FileTable:
-    """A file of JSON lines as a table; what is the same in all rows is said once."""
+    """The first lines of a file of JSON lines; what is the same in all lines is said once."""
 
     title: str
     columns: list[str]
     rows: list[list[Any]]
     constants: dict[str, Any]
+    count: int = 0
     problem: str = ""
 
 
@@ -235,14 +237,14 @@ def read_table(path: Path) -> FileTable:
             raise ValueError("a line is not a JSON object")
         cells = [{name: _cell(value) for name, value in entry.items()} for entry in entries]
     except (ValueError, OSError, RecursionError) as error:
-        return FileTable(path.name, [], [], {}, f"cannot be read: {error}")
+        return FileTable(path.name, [], [], {}, problem=f"cannot be read: {error}")
     names = list(dict.fromkeys(name for entry in entries for name in entry))
     flat = {name: {json.dumps(entry.get(name)) for entry in entries} for name in names}
     fixed = [name for name in names if len(entries) > 1 and len(flat[name]) == 1]
     columns = [name for name in names if name not in fixed]
-    rows = [[row.get(name, "") for name in columns] for row in cells]
+    rows = [[row.get(name, "") for name in columns] for row in cells[:MOST_ROWS]]
     constants = {name: cells[0][name] for name in fixed if cells[0].get(name, "") != ""}
-    return FileTable(path.name, columns, rows, constants)
+    return FileTable(path.name, columns, rows, constants, len(entries))
 
 
 def _cell(value: Any) -> Any:
