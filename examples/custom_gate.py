@@ -45,7 +45,7 @@ def main(quick: bool) -> None:
     train(model, choose(training, names), epochs=1 if quick else 6, seed=0)
     data = choose(test, names)
     print(
-        f"Test error {errors(model, data)[-1]:.1f} %. Share of mode 1 among each domain's images:\n"
+        f"Test error {errors(model, data)[-1]:.1f} %. Share of mode 0 among each domain's images:\n"
     )
     print(f"{'layer':<8}" + "".join(f"{name:>10}" for name in names))
     for layer, gates in gates_of(model, data).items():

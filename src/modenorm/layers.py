@@ -236,7 +236,7 @@ class ModeNorm2d(ModeNorm):
 
     Args:
         num_features: C.
-        num_modes: K; the cost does not depend on it.
+        num_modes: K; the cost hardly depends on it.
         eps: added to the variance.
         momentum: weight of the newest batch in the running estimates (the paper's λ); None averages
             over all batches.

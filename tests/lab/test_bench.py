@@ -132,10 +132,19 @@ def test_every_norm_passes_the_check(name, dtype):
     layer.check(layer.Case((4, 6, 5, 5), dtype, "NHWC", "cpu"), name)
 
 
-def test_a_shape_that_is_none():
-    result = CliRunner().invoke(app, ["bench", "layer", "--shape", "4x3x5"])
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--shape", "4x3x5", "four sizes"),
+        ("--norm", "foo2", "norm is 'foo2'; it must be one of bn, gn, mn"),
+        ("--dtype", "int8", "dtype is 'int8'; it must be one of float32"),
+        ("--layout", "CHWN", "layout is 'CHWN'; it must be one of NCHW, NHWC"),
+    ],
+)
+def test_bad_options_of_a_layer(option, value, message):
+    result = CliRunner().invoke(app, ["bench", "layer", option, value])
     assert isinstance(result.exception, ValueError)
-    assert "four sizes" in str(result.exception)
+    assert message in str(result.exception)
 
 
 def test_sync_command(tmp_path):

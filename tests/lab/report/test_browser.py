@@ -24,6 +24,7 @@ def runs(tmp_path_factory):
         fake_run(folder, norm="bn", seed=seed)
         path = fake_run(folder, norm="mn", modes=3, seed=seed)
     fake_run(folder, norm="bn", model="resnet20", dataset="cifar10")
+    fake_run(folder, norm="mn", model="resnet18", dataset="folder:a-name-wider-than-a-phone-is")
     gallery().save(path)
     metrics = (path / "metrics.jsonl").read_text()
     (path / "metrics.jsonl").write_text(metrics.replace("stage1.norm", json.dumps(EVIL)[1:-1]))

@@ -234,15 +234,38 @@ def test_no_runs_at_all(tmp_path):
 
 def test_measurements_are_tables(tmp_path):
     file = tmp_path / "bench.jsonl"
-    rows = [{"tensor": "128×6", "us": 14.23456, "device": "H"}, {"tensor": "1×2", "device": "H"}]
+    rows = [
+        {"tensor": "128×6", "us": 14.23456, "device": "H", "groups": None},
+        {"tensor": "1×2", "device": "H"},
+        {"tensor": "9×9", "us": 54140.58, "device": "H"},
+    ]
     file.write_text("\n".join(map(json.dumps, rows)))
     table = read_table(file)
-    assert (table.columns, table.rows) == (["tensor", "us"], [["128×6", "14.23"], ["1×2", ""]])
+    assert table.columns == ["tensor", "us"]
+    assert table.rows == [["128×6", "14.23"], ["1×2", ""], ["9×9", "54141"]]
     assert table.constants == {"device": "H"}
     text = text_of(render([], Page(results=[file])))
     assert "In all rows: device H ." in text
     assert "14.23" in text
     assert "cannot be read" in text_of(render([], Page(results=[tmp_path / "none.jsonl"])))
+
+
+def test_long_measurements_are_folded_and_their_parts_readable(tmp_path):
+    file = tmp_path / "table.jsonl"
+    parts = {"conv.norm": {"shares": [0.123456, 1], "entropy": None}}
+    file.write_text("\n".join(json.dumps({"seed": seed, "modes": parts}) for seed in range(13)))
+    assert read_table(file).constants == {"modes": "conv.norm (shares (0.1235 1), entropy –)"}
+    html = render([], Page(results=[file]))
+    assert "<details><summary>13 rows</summary>" in html
+    file.write_text("\n".join(json.dumps({"seed": seed}) for seed in range(501)))
+    html = render([], Page(results=[file]))
+    assert "501 rows, the first 500 shown" in html
+    assert "<td>499</td>" in html
+    assert "<td>500</td>" not in html
+    file.write_text(json.dumps({"deep": json.loads("[" * 300 + "]" * 300)}))
+    assert render([], Page(results=[file]))
+    file.write_text('{"seed": 0}')
+    assert "<details open><summary>1 row</summary>" in render([], Page(results=[file]))
 
 
 def test_200_runs_in_30_seconds_and_10_megabytes(tmp_path):

@@ -50,6 +50,12 @@ class Case:
     layout: str
     device: str
 
+    def __post_init__(self) -> None:
+        known = {"dtype": list(TOLERANCES), "layout": list(LAYOUTS)}
+        for what, values in known.items():
+            if (value := getattr(self, what)) not in values:
+                raise ValueError(f"{what} is {value!r}; it must be one of {', '.join(values)}")
+
     def tensor(self, num_samples: int | None = None, seed: int = 0) -> Tensor:
         """Random numbers in this case's type and layout."""
         generator = torch.Generator(self.device).manual_seed(seed)
@@ -74,6 +80,10 @@ class Case:
             "loop": lambda k: LoopModeNorm(channels, k),
         }
         kind, count = split_name(name)
+        if kind not in makers:
+            raise ValueError(
+                f"norm is {name!r}; it must be one of {', '.join(makers)}, with K behind it: mn2"
+            )
         torch.manual_seed(0)
         return makers[kind](count).to(self.device)
 

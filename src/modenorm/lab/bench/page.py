@@ -135,7 +135,7 @@ def _sync_table(rows: list[Row]) -> str:
         for row in rows
     ]
     about = rows[0]
-    busy = f"{about['load']:.0f} processes of others on {about['cores']} cores"
+    busy = f"load of other processes {about['load']:.1f} on {about['cores']} cores"
     return _markdown(header, lines) + f"\n\n{about['backend']}, {busy}; " + _conditions(rows)
 
 

@@ -215,7 +215,7 @@ def page_command(
     results: Path = typer.Option(Path("results"), help="Folder with bench_*.jsonl."),
     pages: list[Path] = typer.Option(PAGES, "--page", help="Pages with tables to rebuild."),
 ) -> None:
-    """Rebuild the tables of README.md and docs/kernels.md from the measured results."""
+    """Rebuild the tables of README.md and of pages in docs/ from the measured results."""
     for page in pages:
         page.write_text(with_tables(page.read_text(), results))
 

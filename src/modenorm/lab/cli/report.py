@@ -104,7 +104,11 @@ def _record(path: Path, checkpoint: Checkpoint, gallery: Gallery) -> Record:
 
 
 def _page(dataset: str, file: Path, report: ModeReport) -> Page:
-    findings = report.findings()
-    found = "; ".join(findings) if findings else "no dead, duplicate or constant modes"
-    intro = f"The modes of {file}, looked at with the test images of {dataset}. Found: {found}."
-    return Page("What each mode claims", [intro])
+    layers: dict[str, list[str]] = {}
+    for finding in report.findings():
+        layer, _, what = finding.removeprefix("layer ").partition(": ")
+        layers.setdefault(what, []).append(layer)
+    found = [f"{', '.join(names)}: {what}." for what, names in layers.items()]
+    intro = f"The modes of {file}, looked at with the test images of {dataset}."
+    none = "No mode is dead, a duplicate or constant."
+    return Page("What each mode claims", [intro, *(found or [none])])

@@ -39,7 +39,7 @@ def train_command(
     dataset: str | None = _model(
         None,
         help=f"One of {', '.join(NAMES)} (builtin needs no files), or folder:PATH of images as "
-        "train/CLASS/IMAGE and val/CLASS/IMAGE.",
+        "train/CLASS/IMAGE and val/CLASS/IMAGE; the paper's for the model unless given.",
     ),
     norm: str = _model(
         "bn", help="bn, in, ln, gn, mn (mode normalization) or mgn (mode group normalization)."

@@ -23,6 +23,7 @@ OF_NORMS = {
 }
 IN_LABEL = ("norm", "modes", "groups")
 BASELINES = {"mn": "bn", "mgn": "gn"}
+MOST_ROWS = 500
 
 
 @dataclass(frozen=True)
@@ -218,12 +219,13 @@ def _varying(configs: list[dict[str, Any]]) -> list[str]:
 
 @dataclass(frozen=True)
 class FileTable:
-    """A file of JSON lines as a table; what is the same in all rows is said once."""
+    """The first lines of a file of JSON lines; what is the same in all lines is said once."""
 
     title: str
     columns: list[str]
     rows: list[list[Any]]
     constants: dict[str, Any]
+    count: int = 0
     problem: str = ""
 
 
@@ -233,19 +235,29 @@ def read_table(path: Path) -> FileTable:
         entries = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
         if not all(isinstance(entry, dict) for entry in entries):
             raise ValueError("a line is not a JSON object")
+        cells = [{name: _cell(value) for name, value in entry.items()} for entry in entries]
     except (ValueError, OSError, RecursionError) as error:
-        return FileTable(path.name, [], [], {}, f"cannot be read: {error}")
+        return FileTable(path.name, [], [], {}, problem=f"cannot be read: {error}")
     names = list(dict.fromkeys(name for entry in entries for name in entry))
     flat = {name: {json.dumps(entry.get(name)) for entry in entries} for name in names}
     fixed = [name for name in names if len(entries) > 1 and len(flat[name]) == 1]
     columns = [name for name in names if name not in fixed]
-    rows = [[_cell(entry.get(name)) for name in columns] for entry in entries]
-    return FileTable(path.name, columns, rows, {name: _cell(entries[0][name]) for name in fixed})
+    rows = [[row.get(name, "") for name in columns] for row in cells[:MOST_ROWS]]
+    constants = {name: cells[0][name] for name in fixed if cells[0].get(name, "") != ""}
+    return FileTable(path.name, columns, rows, constants, len(entries))
 
 
 def _cell(value: Any) -> Any:
     if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, list | dict):
-        return json.dumps(value)
+        return f"{value:.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.4g}"
+    if isinstance(value, list):
+        return " ".join(map(_part, value))
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_part(part)}" for name, part in value.items())
     return "" if value is None else value
+
+
+def _part(value: Any) -> str:
+    if isinstance(value, list | dict):
+        return f"({_cell(value)})"
+    return "–" if value is None else str(_cell(value))

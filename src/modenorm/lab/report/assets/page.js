@@ -6,7 +6,7 @@
   const colour = (place) => COLOURS[place % COLOURS.length];
   // Plotly reads some markup in text: names from files are shown as they are.
   const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
-  const percent = (share) => (100 * share).toFixed(1) + " %";
+  const percent = (share) => (100 * share).toFixed(1) + "\u00a0%";
   const known = (value) => value !== null && value !== undefined;
   const number = (value, digits = 2) => (known(value) ? value.toFixed(digits) : "–");
   const withError = (m) => (known(m) ? number(m.mean) + (known(m.se) ? " ± " + number(m.se) : "") : "–");
