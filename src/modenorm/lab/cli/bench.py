@@ -218,6 +218,7 @@ def page_command(
     """Rebuild the tables of README.md and of pages in docs/ from the measured results."""
     for page in pages:
         page.write_text(with_tables(page.read_text(), results))
+        typer.echo(f"rebuilt the tables of {page}")
 
 
 @app.command("sync")

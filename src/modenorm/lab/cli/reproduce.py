@@ -164,6 +164,7 @@ def _collect(tables: list[str], runs: Path, results: Path) -> None:
 def _rebuild_pages(results: Path) -> None:
     for page in filter(Path.exists, PAGES):
         page.write_text(with_results(page.read_text(), results))
+        _say(f"rebuilt the tables of {page}")
 
 
 def _show_plan(plan: Plan, console: Console) -> None:

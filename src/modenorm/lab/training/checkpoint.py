@@ -67,7 +67,7 @@ class Checkpoint:
             "position": asdict(self.position),
         }
         tensors = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
-        write_whole(path, save(tensors, metadata={"training": json.dumps(header, sort_keys=True)}))
+        write_whole(path, save(tensors, metadata={"training": json.dumps(header)}))
 
     @classmethod
     def load(cls, path: Path) -> "Checkpoint":
