@@ -1,6 +1,7 @@
 """What the ranks of test_ranks.py run: `torchrun ranks_child.py FOLDER`."""
 
 import atexit
+import dataclasses
 import gc
 import json
 import os
@@ -17,6 +18,8 @@ from modenorm.lab.data import DataSet
 from modenorm.lab.training import TrainConfig, Training, recipe, runner, train
 
 UNEVEN = fake_config(model="resnet20", batch=7, total=3, milestones=(2,), eval_every=2)
+GROWN = dataclasses.replace(UNEVEN, seed=1)
+"""A training that one process begins."""
 PER_RANK = fake_config(model="resnet20", batch=7, total=3, norm="bn", sync=False)
 STOPPED = fake_config(model="resnet20", norm="gn", batch=5, total=24, milestones=(), eval_every=18)
 MORTAL = {
@@ -106,7 +109,8 @@ def main(folder: Path) -> None:
     gc.disable()  # models that became garbage are still there when the process ends
     runs, found = folder / "two", {}
     os.chdir(folder / f"rank{rank}")
-    for name, config in (("uneven", UNEVEN), ("per rank", PER_RANK), ("dropout", DROPOUT)):
+    configs = {"uneven": UNEVEN, "grown": GROWN, "per rank": PER_RANK, "dropout": DROPOUT}
+    for name, config in configs.items():
         found[name] = train(config, runs, data=fake_data(), device="cpu")
     found["streamed"] = train(streamed("images"), runs, device="cpu", workers=0)
     found["closed"] = closed_state(runs)

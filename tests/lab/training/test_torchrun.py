@@ -14,10 +14,10 @@ import pytest
 import torch
 from fake_data import fake_config, fake_data
 from PIL import Image
-from ranks_child import MORTAL, PER_RANK, STOPPED, UNEVEN, streamed
+from ranks_child import GROWN, MORTAL, PER_RANK, STOPPED, UNEVEN, streamed
 from test_resume import same_end
 
-from modenorm.lab.training import Checkpoint, Run, recipe, train
+from modenorm.lab.training import Checkpoint, Run, TrainConfig, Training, recipe, train
 from modenorm.lab.training.ranks import Ranks
 
 HERE = Path(__file__).parent
@@ -47,10 +47,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_images(folder / f"rank{rank}" / "differs", 20 + rank)
     write_images(folder / "rank0" / "only0", 4)
     (folder / "occupied").write_text("a file where runs should be")
+    begin(folder / "two")
     command = torchrun(str(HERE / "ranks_child.py"), str(folder))
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return folder
+
+
+def begin(runs: Path) -> None:
+    """Train by one process for a while."""
+
+    class Stopped(Exception):
+        pass
+
+    def stop(training: Training) -> None:
+        training.save()
+        raise Stopped
+
+    with pytest.raises(Stopped):
+        train(GROWN, runs, data=fake_data(), listener=stop)
+    assert 0 < Checkpoint.load(Run.of(GROWN, runs).checkpoint).position.step < GROWN.total
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +74,11 @@ def found(folder: Path) -> list[dict[str, Any]]:
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
-def test_uneven_shares_give_the_numbers_of_one_process(folder: Path) -> None:
-    """Batches of 7 are 3 and 4 samples, 33 test images 16 and 17."""
-    train(UNEVEN, folder / "one", data=fake_data())
-    one, two = (Run.of(UNEVEN, folder / name) for name in ("one", "two"))
+@pytest.mark.parametrize("config", [UNEVEN, GROWN], ids=["uneven", "grown"])
+def test_uneven_shares_give_the_numbers_of_one_process(folder: Path, config: TrainConfig) -> None:
+    """Batches of 7 are 3 and 4 samples, 33 test images 16 and 17; also if one process began."""
+    train(config, folder / "one", data=fake_data())
+    one, two = (Run.of(config, folder / name) for name in ("one", "two"))
     alone, together = (Checkpoint.load(run.checkpoint) for run in (one, two))
     for name, tensor in alone.tensors.items():
         if name.startswith("generator."):
@@ -90,7 +107,7 @@ def test_statistics_of_every_rank_for_itself(folder: Path, found: list[dict[str,
 
 
 def test_all_ranks_have_the_result_of_rank_0(found: list[dict[str, Any]]) -> None:
-    for name in ("uneven", "dropout", "streamed"):
+    for name in ("uneven", "grown", "dropout", "streamed"):
         assert found[0][name] == found[1][name]
 
 
