@@ -26,6 +26,7 @@ from modenorm.kernels import (
     streaming,
 )
 from modenorm.kernels.layout import statistics_dtype
+from modenorm.kernels.mode_arrays import Inputs, fits
 from modenorm.mixing import RunningEstimates, autocasting, product
 
 __all__ = ["Gate", "normalize_channels", "normalize_modes"]
@@ -77,7 +78,9 @@ def _normalize_modes(
     if backend == "reference":
         return _reference_modes(x, gates, estimates, weight, bias, options, mask)
     if backend == "fused" and _one_node(x, gates, estimates, options):
-        return _fused_modes(x, gates, estimates, weight, bias, options)
+        found = _fused_modes(x, gates, estimates, weight, bias, options)
+        if found is not None:
+            return found
     if backend == "fused" and _one_call(gates, from_batch, options):
         found = native_node.mode_norm(x, gates, weight, bias, estimates, options)
         if found is not None:
@@ -85,7 +88,9 @@ def _normalize_modes(
     if not from_batch and isinstance(gates, Tensor):
         return _without_moments(x, gates, estimates, weight, bias, options, backend)
     if from_batch and mask is None and options.ranks is None and _compiled_on_gpu(x, gates):
-        return _compiled_modes(x, gates, estimates, weight, bias, options)
+        found = _compiled_modes(x, gates, estimates, weight, bias, options)
+        if found is not None:
+            return found
     mean, var, counts, affine = _moments(x, backend, mask, with_var=from_batch)
     gates = _gates_of(gates, mean, x, estimates)
     if backend == "fused" and from_batch:
@@ -131,7 +136,7 @@ def normalize_channels(
         if backend == "fused" and runs_triton(x):
             from modenorm.kernels import fused_channels
 
-            if x.shape[1] <= fused_channels.MAX_CHANNELS:
+            if fused_channels.fits(x, weight, bias):
                 return fused_channels.mode_group_norm(
                     x, gate_weight, gate_bias, weight, bias, eps, variance == "pixel"
                 )
@@ -178,15 +183,12 @@ def _fused_modes(
     weight: Tensor | None,
     bias: Tensor | None,
     options: Options,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None] | None:
     from modenorm.kernels import fused
 
-    gate_weight = gate_bias = given = None
-    if isinstance(gates, LinearGate):
-        parameters = (gates.weight, gates.changed_bias())
-        gate_weight, gate_bias = (plain.as_type(p, torch.float32) for p in parameters)
-    else:
-        given = _gates_of(gates, x, x, estimates).contiguous()
+    inputs = _kernel_inputs(x, gates, estimates, weight, bias)
+    if inputs is None:
+        return None
     if options.training or estimates is None:
         running = None if recomputing() else estimates
         momentum = 0.0 if options.momentum is None else options.momentum
@@ -194,12 +196,26 @@ def _fused_modes(
         training = fused.Training(
             options.eps, momentum, usage, running, options.ranks, options.gates_matter
         )
-        return fused.mode_norm(x, given, gate_weight, gate_bias, weight, bias, training)
-    assert gate_weight is not None
-    assert gate_bias is not None
-    return fused.mode_norm_inference(
-        x, gate_weight, gate_bias, weight, bias, estimates.mean, estimates.var, options.eps
-    )
+        return fused.mode_norm(x, *inputs, training)
+    return fused.mode_norm_inference(x, inputs, estimates.mean, estimates.var, options.eps)
+
+
+def _kernel_inputs(
+    x: Tensor,
+    gates: Tensor | Gate,
+    estimates: RunningEstimates | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+) -> Inputs | None:
+    """What the Triton kernels are given, or None if they can't take it."""
+    gate_weight = gate_bias = given = None
+    if isinstance(gates, LinearGate):
+        parameters = (gates.weight, gates.changed_bias())
+        gate_weight, gate_bias = (plain.as_type(p, torch.float32) for p in parameters)
+    else:
+        given = _gates_of(gates, x, x, estimates)
+    inputs = Inputs(given, gate_weight, gate_bias, weight, bias)
+    return inputs.contiguous() if fits(x, inputs, estimates) else None
 
 
 def _compiled_on_gpu(x: Tensor, gates: Tensor | Gate) -> bool:
@@ -215,15 +231,11 @@ def _compiled_modes(
     weight: Tensor | None,
     bias: Tensor | None,
     options: Options,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor] | None:
     """Maps for Inductor to fuse with their neighbours, their coefficients by our kernels."""
-    gate_weight = gate_bias = given = None
-    if isinstance(gates, LinearGate):
-        parameters = (gates.weight, gates.changed_bias())
-        gate_weight, gate_bias = (plain.as_type(p, torch.float32) for p in parameters)
-    else:
-        given = _gates_of(gates, x, x, estimates)
-    inputs = (given, gate_weight, gate_bias, weight, bias)
+    inputs = _kernel_inputs(x, gates, estimates, weight, bias)
+    if inputs is None:
+        return None
     if not options.training or recomputing():
         estimates = None
     return operators.mode_norm(x, *inputs, estimates, options)

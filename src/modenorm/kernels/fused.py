@@ -55,18 +55,10 @@ def mode_norm(
 
 
 def mode_norm_inference(
-    x: Tensor,
-    gate_weight: Tensor,
-    gate_bias: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor,
-    running_var: Tensor,
-    eps: float,
+    x: Tensor, inputs: Inputs, running_mean: Tensor, running_var: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Y and the gates (N, K), with the running estimates. Not differentiable."""
     x = as_dense(x)
-    inputs = Inputs(None, gate_weight, gate_bias, weight, bias)
     with on_device(x) as stream:
         estimates = (running_mean, running_var)
         plan = plan_for(x, inputs, eps, others=estimates)

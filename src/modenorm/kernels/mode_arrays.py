@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from modenorm.mixing import RunningEstimates
 
-__all__ = ["Backward", "Forward", "Inference", "Inputs"]
+__all__ = ["Backward", "Forward", "Inference", "Inputs", "fits"]
 
 
 class Inputs(NamedTuple):
@@ -32,6 +33,31 @@ class Inputs(NamedTuple):
     def per_mode(self) -> bool:
         """Whether every mode has a weight of its own."""
         return self.weight is not None and self.weight.ndim == 2
+
+    def contiguous(self) -> Inputs:
+        """Each of them as it is read: without gaps."""
+        return Inputs(*(t if t is None or t.is_contiguous() else t.contiguous() for t in self))
+
+
+def fits(x: Tensor, inputs: Inputs, estimates: RunningEstimates | None) -> bool:
+    """Whether shapes and kinds are as the launches expect: they would read whatever lies there."""
+    table = (inputs.num_modes, x.shape[1])
+    affine = table if inputs.per_mode else table[1:]
+    shapes = (table, table[:1], affine, affine)
+    if not all(t is None or t.shape == s for t, s in zip(inputs[1:], shapes, strict=True)):
+        return False
+    if estimates is None:
+        return True
+    mean, var, tracked, share = estimates
+    return (
+        mean.shape == var.shape == table
+        and (share is None or share.shape == table[:1])
+        and (tracked is None or (tracked.dtype == torch.int64 and tracked.ndim == 0))
+        and all(
+            t is None or (t.dtype == torch.float32 and t.is_contiguous())
+            for t in (mean, var, share)
+        )
+    )
 
 
 class Forward(NamedTuple):
