@@ -148,11 +148,15 @@ def normalize_channels(
 
 
 def _known_gates(gates: Tensor | Gate) -> bool:
-    """Whether the gates are given, or the paper's gate with nobody listening to it."""
+    """Whether the gates are given, or the paper's gate, unchanged and with nobody listening."""
     if isinstance(gates, Tensor):
         return True
     return type(gates) is LinearGate and not (
-        gates._forward_hooks or gates._forward_pre_hooks or gates._backward_hooks
+        gates._forward_hooks
+        or gates._forward_pre_hooks
+        or gates._backward_hooks
+        or gates._backward_pre_hooks
+        or "forward" in gates.__dict__
     )
 
 
@@ -220,8 +224,7 @@ def _kernel_inputs(
 
 def _compiled_on_gpu(x: Tensor, gates: Tensor | Gate) -> bool:
     """Whether `torch.compile` is tracing a case that kernels/operators.py has."""
-    known = isinstance(gates, Tensor) or type(gates) is LinearGate
-    return known and torch.compiler.is_compiling() and operators.available(x)
+    return torch.compiler.is_compiling() and operators.available(x) and _known_gates(gates)
 
 
 def _compiled_modes(
