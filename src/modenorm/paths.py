@@ -217,9 +217,9 @@ def _kernel_inputs(
         parameters = (gates.weight, gates.changed_bias())
         gate_weight, gate_bias = (plain.as_type(p, torch.float32) for p in parameters)
     else:
-        given = _gates_of(gates, x, x, estimates)
+        given = _gates_of(gates, x, x, estimates).contiguous()
     inputs = Inputs(given, gate_weight, gate_bias, weight, bias)
-    return inputs.contiguous() if fits(x, inputs, estimates) else None
+    return inputs if fits(x, inputs, estimates) else None
 
 
 def _compiled_on_gpu(x: Tensor, gates: Tensor | Gate) -> bool:

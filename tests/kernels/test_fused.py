@@ -217,6 +217,17 @@ def test_estimates_in_any_order(device, training):
     torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["weight", "gate", "running"])
+def test_tensors_elsewhere_are_refused(device, name):
+    x = tensor((4, 3, 2, 5), device, torch.float32, False)
+    layer = layer_for(x.shape, 2, device)
+    layer(x)
+    state = layer.state_dict().items()
+    elsewhere = {key: value.to("meta") for key, value in state if key.startswith(name)}
+    with pytest.raises(RuntimeError, match="device"):
+        torch.func.functional_call(layer, elsewhere, (x,))
+
+
 def test_gates_are_a_differentiable_output(device):
     shape = (6, 5, 3, 4)
     layer = layer_for(shape, 3, device)

@@ -34,30 +34,22 @@ class Inputs(NamedTuple):
         """Whether every mode has a weight of its own."""
         return self.weight is not None and self.weight.ndim == 2
 
-    def contiguous(self) -> Inputs:
-        """Each of them as it is read: without gaps."""
-        return Inputs(*(t if t is None or t.is_contiguous() else t.contiguous() for t in self))
-
 
 def fits(x: Tensor, inputs: Inputs, estimates: RunningEstimates | None) -> bool:
-    """Whether shapes and kinds are as the launches expect: they would read whatever lies there."""
-    table = (inputs.num_modes, x.shape[1])
+    """Whether all is as the launches expect: they would read whatever lies at an address."""
+    device, table = x.device, (inputs.num_modes, x.shape[1])
     affine = table if inputs.per_mode else table[1:]
-    shapes = (table, table[:1], affine, affine)
-    if not all(t is None or t.shape == s for t, s in zip(inputs[1:], shapes, strict=True)):
-        return False
-    if estimates is None:
-        return True
-    mean, var, tracked, share = estimates
-    return (
-        mean.shape == var.shape == table
-        and (share is None or share.shape == table[:1])
-        and (tracked is None or (tracked.dtype == torch.int64 and tracked.ndim == 0))
-        and all(
-            t is None or (t.dtype == torch.float32 and t.is_contiguous())
-            for t in (mean, var, share)
-        )
-    )
+    tensors = (*inputs[1:], *(estimates or ()))
+    shapes = (table, table[:1], affine, affine, table, table, (), table[:1])
+    for tensor, shape in zip(tensors, shapes, strict=False):
+        if tensor is not None and (
+            tensor.shape != shape
+            or tensor.device != device
+            or tensor.dtype != (torch.float32 if shape else torch.int64)  # a counter
+            or not tensor.is_contiguous()
+        ):
+            return False
+    return True
 
 
 class Forward(NamedTuple):
