@@ -18,7 +18,7 @@ from ranks_child import MORTAL, PER_RANK, STOPPED, UNEVEN, streamed
 from test_resume import same_end
 
 from modenorm.lab.training import Checkpoint, Run, recipe, train
-from modenorm.lab.training.ranks import Ranks
+from modenorm.lab.training.ranks import Ranks, _part
 
 HERE = Path(__file__).parent
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -206,6 +206,11 @@ def test_a_worker_does_not_train(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
     with pytest.raises(ValueError, match=r'put .* under `if __name__ == "__main__":`'):
         train(fake_config(), Path("nowhere"), data=fake_data(), device="cpu")
+
+
+def test_a_program_may_leave_the_group_by_itself() -> None:
+    assert not torch.distributed.is_initialized()
+    _part()
 
 
 def test_shares_are_everything_once() -> None:
