@@ -366,7 +366,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 RESULTS = {
     "finetune_mixture": "Modes change the error by",
     "domain_specific": "domain-specific  ",
-    "custom_gate": "Share of mode 1",
+    "custom_gate": "Share of mode 0",
     "with_lightning": "of 2 modes in use",
     "with_accelerate": "Test error of the saved model",
     "with_trainer": "Test error of the saved model",

@@ -28,7 +28,7 @@ from modenorm.kernels import (
     streaming,
 )
 from modenorm.kernels.layout import statistics_dtype
-from modenorm.kernels.mode_arrays import Inputs
+from modenorm.kernels.mode_arrays import Inputs, fits
 from modenorm.mixing import RunningEstimates, autocasting, product
 
 __all__ = ["Gate", "normalize_channels", "normalize_modes"]
@@ -89,16 +89,17 @@ def _normalize_modes(call: _Call) -> tuple[Tensor, Tensor | None]:
     backend = choose_backend(x, plain_only=call.mask is not None)
     if backend == "reference":
         return _reference_modes(call)
-    if backend == "fused" and _one_node(call):
-        return _fused_modes(call)
+    by_triton = _one_node(call) if backend == "fused" else _compiled_on_gpu(call)
+    inputs = _kernel_inputs(call) if by_triton else None
+    if inputs is not None:
+        run = _fused_modes if backend == "fused" else _compiled_modes
+        return run(call, inputs)
     if backend == "fused" and _one_call(call):
         found = native_node.mode_norm(x, *_inputs(call, x.dtype), call.estimates, options)
         if found is not None:
             return found
     if not call.from_batch and isinstance(call.gates, Tensor):
         return _without_moments(call, backend)
-    if _compiled_on_gpu(call):
-        return _compiled_modes(call)
     return _mixed_modes(call, backend)
 
 
@@ -131,7 +132,7 @@ def normalize_channels(
         if backend == "fused" and runs_triton(x):
             from modenorm.kernels import fused_channels
 
-            if x.shape[1] <= fused_channels.MAX_CHANNELS:
+            if fused_channels.fits(x, weight, bias):
                 return fused_channels.mode_group_norm(
                     x, gate_weight, gate_bias, weight, bias, eps, variance == "pixel"
                 )
@@ -143,11 +144,15 @@ def normalize_channels(
 
 
 def _known_gates(gates: Tensor | Gate) -> bool:
-    """Whether the gates are given, or the paper's gate with nobody listening to it."""
+    """Whether the gates are given, or the paper's gate, unchanged and with nobody listening."""
     if isinstance(gates, Tensor):
         return True
     return type(gates) is LinearGate and not (
-        gates._forward_hooks or gates._forward_pre_hooks or gates._backward_hooks
+        gates._forward_hooks
+        or gates._forward_pre_hooks
+        or gates._backward_hooks
+        or gates._backward_pre_hooks
+        or "forward" in gates.__dict__
     )
 
 
@@ -173,8 +178,8 @@ def _compiled_on_gpu(call: _Call) -> bool:
     """Whether `torch.compile` is tracing a case that kernels/operators.py has."""
     if not call.from_batch or call.mask is not None or call.options.ranks is not None:
         return False
-    known = isinstance(call.gates, Tensor) or type(call.gates) is LinearGate
-    return known and torch.compiler.is_compiling() and operators.available(call.x)
+    compiling = torch.compiler.is_compiling() and operators.available(call.x)
+    return compiling and _known_gates(call.gates)
 
 
 def _inputs(call: _Call, dtype: torch.dtype) -> Inputs:
@@ -187,10 +192,17 @@ def _inputs(call: _Call, dtype: torch.dtype) -> Inputs:
     return Inputs(None, *gate, call.weight, call.bias)
 
 
-def _fused_modes(call: _Call) -> tuple[Tensor, Tensor | None]:
+def _kernel_inputs(call: _Call) -> Inputs | None:
+    """What the Triton kernels are given, or None if they can't take it."""
+    inputs = _inputs(call, torch.float32)
+    if inputs.gates is not None:
+        inputs = inputs._replace(gates=inputs.gates.contiguous())
+    return inputs if fits(call.x, inputs, call.estimates) else None
+
+
+def _fused_modes(call: _Call, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
     from modenorm.kernels import fused
 
-    gates, *_ = inputs = _inputs(call, torch.float32)
     estimates, options = call.estimates, call.options
     if not call.from_batch:
         assert estimates is not None
@@ -201,16 +213,14 @@ def _fused_modes(call: _Call) -> tuple[Tensor, Tensor | None]:
     training = fused.Training(
         options.eps, momentum, usage, running, options.ranks, options.gates_matter
     )
-    if gates is not None:
-        inputs = inputs._replace(gates=gates.contiguous())
     return fused.mode_norm(call.x, *inputs, training)
 
 
-def _compiled_modes(call: _Call) -> tuple[Tensor, Tensor]:
+def _compiled_modes(call: _Call, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """Maps for Inductor to fuse with their neighbours, their coefficients by our kernels."""
     moves = call.options.training and not recomputing()
     estimates = call.estimates if moves else None
-    return operators.mode_norm(call.x, *_inputs(call, torch.float32), estimates, call.options)
+    return operators.mode_norm(call.x, *inputs, estimates, call.options)
 
 
 def _mixed_modes(call: _Call, backend: str) -> tuple[Tensor, Tensor]:

@@ -165,6 +165,75 @@ def test_mode_group_norm(device, shape, num_modes, channels_last, variance):
         assert_close(value, wanted, 2e-4, "gradient", floor=1e-4)
 
 
+AFFINE_FORMS = {
+    "strided": (lambda: torch.randn(6)[::2], lambda: torch.randn(6)[::2]),
+    "expanded": (lambda: torch.randn(1).expand(3), lambda: torch.randn(1).expand(3)),
+    "broadcast": (lambda: torch.randn(1), lambda: torch.randn(1)),
+    "transposed": (lambda: torch.randn(3, 2).t(), lambda: torch.randn(3, 2).t()),
+    "bias-per-mode": (lambda: torch.randn(3), lambda: torch.randn(2, 3)),
+    "weight-per-mode": (lambda: torch.randn(2, 3), lambda: torch.randn(3)),
+    "bias-alone": (lambda: None, lambda: torch.randn(2, 3)),
+}
+
+
+@pytest.mark.parametrize("form", AFFINE_FORMS)
+def test_parameters_of_any_form(device, form):
+    x, dy = (tensor((4, 3, 2, 5), device, torch.float32, False) for _ in range(2))
+    gates = torch.softmax(torch.randn(4, 2, device=device), 1)
+    given = [make() for make in AFFINE_FORMS[form]]
+    given = [None if p is None else p.to(device).requires_grad_() for p in given]
+    leaves = [p for p in given if p is not None]
+    found = []
+    for backend in ("fused", "eager"):
+        with modenorm.use_backend(backend):
+            y = modenorm.functional.mode_norm(x, gates, None, None, *given, training=True)
+        found.append([y, *torch.autograd.grad(y, leaves, dy)])
+    torch.testing.assert_close(*found, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("form", ["strided", "expanded", "broadcast"])
+def test_mode_group_norm_with_parameters_of_any_form(device, form):
+    x = tensor((4, 3, 2, 5), device, torch.float32, False)
+    gate = torch.randn(2, 4, device=device)[:, ::2]
+    given = [make().to(device) for make in AFFINE_FORMS[form]]
+    found = []
+    for backend in ("fused", "eager"):
+        with modenorm.use_backend(backend):
+            found.append(modenorm.functional.mode_group_norm(x, *gate, *given))
+    torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_estimates_in_any_order(device, training):
+    x = tensor((4, 3, 2, 5), device, torch.float32, False)
+    start = [torch.randn(3, 2, device=device).t(), torch.rand(3, 2, device=device).t()]
+    gate = modenorm.LinearGate(3, 2).to(device)
+    found = []
+    for backend in ("fused", "eager"):
+        running = [t.clone() for t in start]  # in the same order
+        with modenorm.use_backend(backend), torch.no_grad():
+            y = modenorm.functional.mode_norm(x, gate, *running, training=training)
+        found.append([y, *running])
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["weight", "gate", "running"])
+def test_tensors_elsewhere_are_refused(device, name):
+    x = tensor((4, 3, 2, 5), device, torch.float32, False)
+    layer = layer_for(x.shape, 2, device)
+    layer(x)
+    state = layer.state_dict().items()
+    elsewhere = {key: value.to("meta") for key, value in state if key.startswith(name)}
+    with pytest.raises(RuntimeError, match="device"):
+        torch.func.functional_call(layer, elsewhere, (x,))
+
+
+def test_gates_elsewhere_are_refused(device):
+    x = tensor((4, 3, 2, 5), device, torch.float32, False)
+    with pytest.raises(RuntimeError, match="device"):
+        layer_for(x.shape, 2, device)(x, gates=torch.full((4, 2), 0.5, device="meta"))
+
+
 def test_gates_are_a_differentiable_output(device):
     shape = (6, 5, 3, 4)
     layer = layer_for(shape, 3, device)
@@ -209,14 +278,34 @@ def test_usage_update(device):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=str)
 @pytest.mark.parametrize("given", [False, True], ids=["gate", "gates"])
 def test_bad_batches_leave_the_estimates(device, bad, given):
-    layer = layer_for((4, 20, 3, 3), 2, device)
     x = tensor((4, 20, 3, 3), device, torch.float32, False)
     x[1, 18, 0, 0] = bad
+    gates = torch.full((4, 2), 0.5, device=device) if given else None
+    assert torch.isnan(assert_estimates_stay(x, gates)).any()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_variances_beyond_float32_leave_the_estimates(device):
+    x = tensor((4, 20), device, torch.float32, False)
+    x[1, 18] = 1e20
+    assert_estimates_stay(x, None)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_bad_gates_leave_the_estimates(device):
+    x = tensor((4, 20, 3, 3), device, torch.float32, False)
+    gates = torch.full((4, 2), 0.5, device=device)
+    gates[1, 0] = float("nan")
+    assert torch.isnan(assert_estimates_stay(x, gates)).any()
+
+
+def assert_estimates_stay(x, gates):
+    layer = layer_for(x.shape, 2, x.device)
     before = [buffer.clone() for buffer in layer.buffers()]
-    y = layer(x, gates=torch.full((4, 2), 0.5, device=device) if given else None)
-    assert torch.isnan(y).any()
+    y = layer(x, gates=gates)
     for value, wanted in zip(layer.buffers(), before, strict=True):
         assert torch.equal(value, wanted)
+    return y
 
 
 def test_a_mode_without_samples(device):

@@ -101,6 +101,16 @@ def test_traced_layers(device, monkeypatch):
         assert_close(value, wanted, 1e-5, "buffer")
 
 
+def test_traced_gate_with_a_hook(device, monkeypatch):
+    monkeypatch.setattr(operators, "available", lambda x: True)
+    torch.manual_seed(0)
+    x = tensor((6, 8, 3, 3), device, torch.float32, True)
+    layer = layer_for(x.shape, 3, device)
+    layer.gate.register_forward_hook(lambda gate, inputs, logits: 3 * logits)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    assert_close(compiled(x), layer(x), 3e-5, "y")
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="Inductor's kernels need a GPU")
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])

@@ -27,7 +27,13 @@ from modenorm.kernels.plan import (
 )
 from modenorm.kernels.stage import Split, Stage, Stream
 
-__all__ = ["MAX_CHANNELS", "mode_group_norm"]
+__all__ = ["fits", "mode_group_norm"]
+
+
+def fits(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+    """Whether the kernels take these: not too many channels, one weight and bias for each."""
+    few = x.shape[1] <= MAX_CHANNELS
+    return few and all(p is None or p.shape == x.shape[1:2] for p in (weight, bias))
 
 
 def mode_group_norm(
@@ -40,7 +46,9 @@ def mode_group_norm(
     pixel: bool,
 ) -> tuple[Tensor, Tensor]:
     """Y and the gates (N, C, K); pixel takes variances over all values of the channels."""
-    return _node(as_dense(x), gate_weight, gate_bias, weight, bias, eps, pixel)
+    parameters = (gate_weight, gate_bias, weight, bias)
+    dense = (p if p is None or p.is_contiguous() else p.contiguous() for p in parameters)
+    return _node(as_dense(x), *dense, eps, pixel)
 
 
 class _Forward(NamedTuple):

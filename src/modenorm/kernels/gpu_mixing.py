@@ -27,7 +27,7 @@ def _gates_kernel(
     var_ptr,  # (N, C)
     gate_weight_ptr,  # (K, C)
     gate_bias_ptr,  # (K,)
-    gates_ptr,  # (N, K), written if HAS_GATE
+    gates_ptr,  # (N, K), written if HAS_GATE, else read
     finite_ptr,  # (N,), 1.0 or 0.0
     num_channels,
     num_modes,
@@ -36,7 +36,7 @@ def _gates_kernel(
     BLOCK_C: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """softmax(W m + b) of one sample, and whether its moments are all finite."""
+    """softmax(W m + b) of one sample, and whether gates and its part of variances are finite."""
     begin(OVERLAPS)
     sample = tl.program_id(0)
     modes = tl.arange(0, BLOCK_K)
@@ -48,18 +48,24 @@ def _gates_kernel(
         mask_c = channels < num_channels
         mean = tl.load(mean_ptr + sample * num_channels + channels, mask=mask_c, other=0.0)
         var = tl.load(var_ptr + sample * num_channels + channels, mask=mask_c, other=0.0)
-        zeros += (mean - mean) + (var - var)  # NaN if either is NaN or infinite
+        most = (4.0 * mean * mean + var) * tl.num_programs(0)  # of the sums in _statistics_kernel
+        zeros += most - most  # NaN if it is NaN or infinite
         if HAS_GATE:
             offs = modes[:, None] * num_channels + channels[None, :]
             mask = mask_k[:, None] & mask_c[None, :]
             weight = tl.load(gate_weight_ptr + offs, mask=mask, other=0.0)
             sums += weight * mean[None, :]
-    tl.store(finite_ptr + sample, tl.where(tl.sum(zeros, 0) == 0.0, 1.0, 0.0))
+    gates_ptrs = gates_ptr + sample * num_modes + modes
     if HAS_GATE:
         logits = tl.sum(sums, 1) + tl.load(gate_bias_ptr + modes, mask=mask_k, other=0.0)
         logits = tl.where(mask_k, logits, float("-inf"))
         powers = tl.exp(logits - tl.max(logits, 0))
-        tl.store(gates_ptr + sample * num_modes + modes, powers / tl.sum(powers, 0), mask=mask_k)
+        gates = powers / tl.sum(powers, 0)
+        tl.store(gates_ptrs, gates, mask=mask_k)
+    else:
+        gates = tl.load(gates_ptrs, mask=mask_k, other=0.0)
+    finite = tl.sum(zeros, 0) + tl.sum(gates - gates, 0) == 0.0
+    tl.store(finite_ptr + sample, tl.where(finite, 1.0, 0.0))
 
 
 @triton.jit

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from modenorm.mixing import RunningEstimates
 
-__all__ = ["Backward", "Forward", "Inference", "Inputs"]
+__all__ = ["Backward", "Forward", "Inference", "Inputs", "fits"]
 
 
 class Inputs(NamedTuple):
@@ -32,6 +33,23 @@ class Inputs(NamedTuple):
     def per_mode(self) -> bool:
         """Whether every mode has a weight of its own."""
         return self.weight is not None and self.weight.ndim == 2
+
+
+def fits(x: Tensor, inputs: Inputs, estimates: RunningEstimates | None) -> bool:
+    """Whether all is as the launches expect: they would read whatever lies at an address."""
+    device, table = x.device, (inputs.num_modes, x.shape[1])
+    gates, affine = (x.shape[0], table[0]), table if inputs.per_mode else table[1:]
+    tensors = (*inputs, *(estimates or ()))
+    shapes = (gates, table, table[:1], affine, affine, table, table, (), table[:1])
+    for tensor, shape in zip(tensors, shapes, strict=False):
+        if tensor is not None and (
+            tensor.shape != shape
+            or tensor.device != device
+            or tensor.dtype != (torch.float32 if shape else torch.int64)  # a counter
+            or not tensor.is_contiguous()
+        ):
+            return False
+    return True
 
 
 class Forward(NamedTuple):

@@ -1,5 +1,6 @@
 """Networks compiled ahead: which ones, by whom, and that nothing depends on it."""
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -62,6 +63,24 @@ def test_every_form_but_the_first_is_compiled_once(many_cores, monkeypatch):
     }  # fmt: skip
     assert len(forms) == 6
     assert {(form.classes, form.size) for form in forms} == {(4, (8, 8))}
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_processes_end_if_another_can_not_be_started(many_cores, monkeypatch, error):
+    started, start = [], ahead._start
+
+    def start_one(forms, device):
+        if started:
+            raise error
+        started.append(start(forms, device))
+        return started[0]
+
+    monkeypatch.setattr(ahead, "_start", start_one)
+    expected = contextlib.nullcontext() if error is OSError else pytest.raises(error)
+    wanted = configs("bn", "mn", "gn", seeds=1)
+    with expected, ahead.compiling_ahead(wanted, shared(), CPU) as processes:
+        assert processes == started
+    assert started[0].poll() is not None
 
 
 @pytest.mark.parametrize("cores", [1, 64])

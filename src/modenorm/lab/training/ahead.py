@@ -48,12 +48,14 @@ def compiling_ahead(
         shared: Their data.
         device: Where they are trained.
     """
-    processes: list[subprocess.Popen[str]] = []
+    forms: list[Form] = []
     if compiles_on(device) and (os.cpu_count() or 1) >= LEAST_CORES:
         forms = _forms(configs, shared)[1:]  # the first training can't wait
-        parts = [forms[i::PROCESSES] for i in range(PROCESSES)]
-        processes = [_start(part, device) for part in parts if part]
+    processes: list[subprocess.Popen[str]] = []
     try:
+        with contextlib.suppress(OSError):  # no process, no memory for one
+            for part in filter(None, (forms[i::PROCESSES] for i in range(PROCESSES))):
+                processes.append(_start(part, device))
         yield processes
     finally:
         for process in processes:

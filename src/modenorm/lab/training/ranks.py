@@ -196,7 +196,8 @@ def _part() -> None:
     The threads end with the last reference to the group; models have some, and are in cycles.
     """
     gc.collect()
-    distributed.destroy_process_group()
+    if distributed.is_initialized():  # the program may have left it already
+        distributed.destroy_process_group()
 
 
 def _store() -> distributed.Store:
