@@ -80,6 +80,8 @@ def test_only_where_it_gains(monkeypatch):
     assert conv(images(torch.float16).as_subclass(OnGpu)) == "matrices"
     for x in (images(torch.float32), images(torch.bfloat16, torch.contiguous_format), half[0]):
         assert conv(x.as_subclass(OnGpu)) == "as torch does"
+    dilated = StemConv2d(3, 16, 3, dilation=2)
+    assert dilated(half.as_subclass(OnGpu)) == "as torch does"
     large = torch.empty(1, device="meta", dtype=torch.bfloat16).expand(512, 3, 64, 64)
     assert conv(large.as_subclass(OnGpu)) == "as torch does"
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: True)

@@ -50,6 +50,8 @@ class StemConv2d(nn.Conv2d):
     def _gains(self, x: Tensor) -> bool:
         if not ENABLED or x.device.type != "cuda" or x.ndim != 4:
             return False
+        if (self.dilation, self.groups, self.padding_mode) != ((1, 1), 1, "zeros"):
+            return False
         if x.numel() * self.weight[0, 0].numel() // (self.stride[0] * self.stride[1]) > _MOST:
             return False
         autocast = torch.is_autocast_enabled("cuda")
