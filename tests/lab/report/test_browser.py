@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from fake_runs import fake_run
+from fake_runs import fake_run, read_lines
 from torch import nn
 
 import modenorm
@@ -24,7 +24,13 @@ def runs(tmp_path_factory):
         fake_run(folder, norm="bn", seed=seed)
         path = fake_run(folder, norm="mn", modes=3, seed=seed)
     fake_run(folder, norm="bn", model="resnet20", dataset="cifar10")
-    fake_run(folder, norm="mn", model="resnet18", dataset="folder:a-name-wider-than-a-phone-is")
+    fake_run(
+        folder,
+        norm="mn",
+        model="resnet18",
+        dataset="folder:a-name-wider-than-a-phone-is",
+        domains=False,
+    )
     gallery().save(path)
     metrics = (path / "metrics.jsonl").read_text()
     (path / "metrics.jsonl").write_text(metrics.replace("stage1.norm", json.dumps(EVIL)[1:-1]))
@@ -115,6 +121,44 @@ def test_mode_sliders_by_keyboard(page):
     assert "stage1.norm" in page.locator("#shares-name").inner_text()
     page.select_option("#modes-run", index=1)  # its second layer has an evil name
     assert page.locator("#modes-layer-name").inner_text() == EVIL
+
+
+def in_percent(evaluations):
+    """The shares of every mode over the evaluations, with one digit."""
+    return [
+        [pytest.approx(100 * share, abs=0.051) for share in mode]
+        for mode in zip(*evaluations, strict=True)
+    ]
+
+
+def test_who_uses_which_mode_over_training_by_keyboard(page, runs):
+    def drawn():
+        return page.evaluate("document.getElementById('shares-chart').data.map((t) => t.y)")
+
+    (path,) = runs.glob("lenet-builtin-mn3-*-s1-*")
+    layers = [line["modes"]["stage0.norm"] for line in read_lines(path / "metrics.jsonl")]
+    page.select_option("#modes-run", index=1)
+    assert drawn() == in_percent(layer["shares"] for layer in layers)
+    page.focus("#modes-domain")
+    for domain in ("plain", "odd"):
+        page.keyboard.press("ArrowDown")
+        assert drawn() == in_percent(layer["by_domain"][domain] for layer in layers)
+        assert page.locator("#shares-name").inner_text().endswith(f"stage0.norm, {domain} alone")
+        unit = page.evaluate("document.getElementById('shares-chart').layout.yaxis.title.text")
+        assert unit == "share of the domain's test images (%)"
+    last = f"{drawn()[0][-1]:.1f}"
+    assert f"mode 0 {last}\xa0%" in page.locator("#shares-chart").get_attribute("aria-label")
+    assert page.locator("#shares-table tr").last.locator("td").first.text_content() == last
+    page.select_option("#modes-run", index=0)  # the choice is kept
+    assert page.locator("#shares-name").inner_text().endswith("odd alone")
+
+
+def test_without_domains_there_is_no_choice_of_them(page):
+    assert page.locator("#modes-domain").is_visible()
+    page.select_option("#modes-domain", "odd")
+    page.select_option("#modes-run", index=2)
+    assert page.locator("#modes-domain").is_hidden()
+    assert "odd" not in page.locator("#shares-name").inner_text()
 
 
 def test_gallery_sliders_by_keyboard(page):

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from fake_runs import fake_gallery, fake_run
+from fake_runs import fake_gallery, fake_run, read_lines
 from typer.testing import CliRunner
 
 from modenorm.lab.cli import app
@@ -20,14 +20,15 @@ def page_data(html: str) -> dict:
     return json.loads(found[1])
 
 
-def read_lines(file: Path) -> list[dict]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
 def text_of(html: str) -> str:
     """What a reader sees, without scripts."""
     html = re.sub(r"<script.*?</script>|<style.*?</style>", "", html, flags=re.S)
     return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", html))
+
+
+def in_percent(evaluations) -> list:
+    """Shares as the page has them, with one digit."""
+    return [pytest.approx([100 * s for s in shares], abs=0.051) for shares in evaluations]
 
 
 @pytest.fixture
@@ -54,8 +55,13 @@ def test_numbers_equal_the_run_files(runs):
         layers = shown["modes"]["layers"] if shown["modes"] else []
         assert len(layers) == len(metrics[-1]["modes"])
         for layer in layers:
-            assert layer["shares"] == [m["modes"][layer["name"]]["shares"] for m in metrics]
-            assert layer["by_domain"] == metrics[-1]["modes"][layer["name"]]["by_domain"]
+            noted = [m["modes"][layer["name"]] for m in metrics]
+            assert layer["shares"] == in_percent(found["shares"] for found in noted)
+            assert layer["entropy"] == noted[-1]["entropy"]
+            assert layer["by_domain"] == {
+                name: in_percent(found["by_domain"][name] for found in noted)
+                for name in ("plain", "odd")
+            }
 
 
 def test_means_over_seeds(runs):
@@ -216,6 +222,16 @@ def test_odd_modes_in_metrics_are_left_out(tmp_path):
     (run,) = page_data(render(read_records([tmp_path]), Page()))["runs"]
     assert [layer["name"] for layer in run["modes"]["layers"]] == ["stage1.norm"]
     assert run["modes"]["layers"][0]["by_domain"] == {}
+
+
+def test_domains_that_an_evaluation_lacks_are_left_out(tmp_path):
+    path = fake_run(tmp_path, norm="mn")
+    lines = read_lines(path / "metrics.jsonl")
+    del lines[0]["modes"]["stage0.norm"]["by_domain"]["odd"]
+    lines[1]["modes"]["stage1.norm"]["by_domain"]["plain"] = [1.0]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run,) = page_data(render(read_records([tmp_path]), Page()))["runs"]
+    assert [list(layer["by_domain"]) for layer in run["modes"]["layers"]] == [["plain"], ["odd"]]
 
 
 def test_the_page_needs_no_network(runs):
