@@ -4,6 +4,7 @@ Needs the package playwright and a Chromium that is installed (make test-browser
 """
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import modenorm
 from modenorm.lab.data import ImageSet
 from modenorm.lab.report import Page, make_gallery, read_records, write_page
 
+BENCH = Path(__file__).parents[3] / "results" / "bench_layer.jsonl"
 EVIL = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
 
 
@@ -52,7 +54,7 @@ def written(runs, tmp_path_factory):
     folder = tmp_path_factory.mktemp("page")
     rows = [{"what": "word" * 50, "always": "0123456789abcdef" * 10, "us": us} for us in (1, 2)]
     (folder / "bench.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    page = Page(results=[folder / "bench.jsonl"])
+    page = Page(results=[folder / "bench.jsonl", BENCH])
     write_page(folder / "page.html", read_records([runs]), page)
     return folder / "page.html"
 
@@ -176,6 +178,31 @@ def test_gallery_sliders_by_keyboard(page):
     assert page.locator("#gallery-mode-name").inner_text() == "mode 1"  # this layer has two
     label = page.locator(".tile i").first.get_attribute("aria-label")
     assert label.startswith(EVIL)
+
+
+@pytest.mark.parametrize("page", ["desktop", "phone"], indirect=True)
+def test_benchmark_tables(page):
+    row = next(row for row in read_lines(BENCH) if row["norm"] == "bn")
+    layer = page.locator(".benchmark", has_text="floor µs")
+    assert layer.locator("tbody tr").first.locator("td").nth(1).inner_text() == (
+        f"{row['device_us']:.0f}"
+    )
+    summary = page.locator("summary", has_text="as measured")
+    rows = page.locator("details", has=summary).locator("table")
+    assert rows.is_hidden()
+    summary.focus()
+    page.keyboard.press("Enter")
+    assert rows.locator("tbody tr").count() == len(read_lines(BENCH))
+    assert rows.is_visible()
+    x, y = layer.evaluate(
+        """(box) => {
+            box.scrollTo(200, 200);
+            const outer = box.getBoundingClientRect();
+            const corner = box.querySelector("th").getBoundingClientRect();
+            return [corner.x - outer.x, corner.y - outer.y];
+        }"""
+    )
+    assert abs(x) + abs(y) < 2  # the names of rows and columns stay in view
 
 
 def test_every_control_can_be_reached_by_tab(page):

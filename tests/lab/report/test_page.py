@@ -4,6 +4,7 @@ import json
 import re
 import statistics
 import time
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,7 @@ def test_mean():
     assert Mean.of([]) is None
 
 
+RESULTS = Path(__file__).parents[3] / "results"
 EVIL = "<script>document.title='taken'</script><img src=x onerror=alert(1)>"
 
 
@@ -136,8 +138,12 @@ def test_text_from_files_is_escaped(tmp_path):
     (path / "metrics.jsonl").write_text(metrics)
     evil = path.rename(tmp_path / "<script>alert(1)<")
     (evil / "gallery.json").write_text(EVIL)
-    (tmp_path / "bench.jsonl").write_text(json.dumps({EVIL: EVIL}) + "\n")
-    html = render(read_records([tmp_path]), Page(EVIL, [EVIL], results=[tmp_path / "bench.jsonl"]))
+    (tmp_path / "other.jsonl").write_text(json.dumps({EVIL: EVIL}) + "\n")
+    bench = read_lines(RESULTS / "bench_model.jsonl")[0] | dict.fromkeys(("model", "device"), EVIL)
+    (tmp_path / "bench.jsonl").write_text(json.dumps(bench) + "\n")
+    files = [tmp_path / "other.jsonl", tmp_path / "bench.jsonl"]
+    html = render(read_records([tmp_path]), Page(EVIL, [EVIL], results=files))
+    assert '<th scope="row">&lt;script&gt;' in html
     own = re.sub(r"<script>\n?/\*\*.*?</script>", "", html, flags=re.S)  # plotly.js
     assert EVIL not in own
     assert "<img src=x" not in own
@@ -264,6 +270,52 @@ def test_measurements_are_tables(tmp_path):
     assert "In all rows: device H ." in text
     assert "14.23" in text
     assert "cannot be read" in text_of(render([], Page(results=[tmp_path / "none.jsonl"])))
+
+
+def cells_of(html: str) -> list[list[str]]:
+    """Cells of the benchmarks' tables, line by line, without their headers."""
+    tables = re.findall(r'<div class="scroll benchmark".*?</div>', html, re.S)
+    lines = [line for table in tables for line in re.findall(r"<tr>(.*?)</tr>", table)]
+    found = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", line) for line in lines]
+    return [[unescape(cell) for cell in line] for line in found]
+
+
+@pytest.mark.parametrize("file", sorted(RESULTS.glob("bench_*.jsonl")), ids=lambda file: file.name)
+def test_benchmarks_are_the_tables_of_the_documentation(file):
+    docs = [RESULTS.parent / "README.md", *(RESULTS.parent / "docs").glob("*.md")]
+    pattern = rf"<!-- table \w+ {file.name} -->(.*?)<!-- end -->"
+    documented = [t for page in docs for t in re.findall(pattern, page.read_text(), re.S)]
+    tables = read_table(file).benchmarks
+    assert documented
+    assert {table.strip() for table in documented} <= {table.markdown() for table in tables}
+    html = render([], Page(results=[file]))
+    assert cells_of(html) == [line for table in tables for line in (table.header, *table.lines)]
+    assert tables[0].conditions in unescape(html)
+    count = len(read_lines(file))
+    assert f"<details><summary>{count} rows as measured</summary>" in html
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"step_us": "fast"}, {"step_us": None}, {"device": 3}, {"batch": [1]}, {"model": {}}],
+    ids=str,
+)
+def test_odd_benchmarks_do_not_break_the_page(tmp_path, change):
+    row = read_lines(RESULTS / "bench_model.jsonl")[0]
+    for odd in (row | change, {name: row[name] for name in row if name not in change}):
+        (tmp_path / "bench.jsonl").write_text(json.dumps(odd))
+        assert row["commit"] in render([], Page(results=[tmp_path / "bench.jsonl"]))
+
+
+def test_a_layer_without_batch_norm_has_tables(tmp_path):
+    rows = read_lines(RESULTS / "bench_layer.jsonl")
+    alone = [row for row in rows if row["norm"] == "mn2"]
+    for row in alone:
+        del row["to_bn"], row["eager_to_bn"], row["memory_to_bn"]
+    (tmp_path / "bench.jsonl").write_text("\n".join(map(json.dumps, alone)))
+    layer, eager = read_table(tmp_path / "bench.jsonl").benchmarks
+    assert len(layer.lines) == len(alone)
+    assert eager.lines[0][1:4] == ["", f"{alone[0]['eager_us']:.0f}", ""]
 
 
 def test_long_measurements_are_folded_and_their_parts_readable(tmp_path):
