@@ -21,6 +21,10 @@ PROVENANCE = {
 }
 
 
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
 def fake_gallery(layers: int, count: int) -> Gallery:
     """A gallery of noise, which compresses worse than any photograph."""
     images = torch.randint(256, (2 * layers * count, 3, 32, 32), dtype=torch.uint8)
@@ -35,18 +39,18 @@ def fake_gallery(layers: int, count: int) -> Gallery:
     return Gallery("noise", len(images), 32, found, tile_picture(images, 32))
 
 
-def fake_metrics(config: TrainConfig, evaluations: int, layers: int) -> list[dict[str, Any]]:
+def fake_metrics(
+    config: TrainConfig, evaluations: int, layers: int, domains: bool
+) -> list[dict[str, Any]]:
     rng = random.Random(config.run_id)
     records = []
     for place in range(1, evaluations + 1):
         error = 90 / place + rng.random()
         shares = [rng.random() for _ in range(config.modes)]
         shares = [round(share / sum(shares), 4) for share in shares]
-        layer = {
-            "shares": shares,
-            "entropy": round(rng.random(), 4),
-            "by_domain": {"plain": shares, "odd": shares[::-1]},
-        }
+        layer = {"shares": shares, "entropy": round(rng.random(), 4)}
+        if domains:
+            layer["by_domain"] = {"plain": shares[1:] + shares[:1], "odd": shares[::-1]}
         records.append(
             {
                 "step": 10 * place,
@@ -67,13 +71,18 @@ def fake_metrics(config: TrainConfig, evaluations: int, layers: int) -> list[dic
 
 
 def fake_run(
-    folder: Path, evaluations: int = 5, layers: int = 2, done: bool = True, **settings: Any
+    folder: Path,
+    evaluations: int = 5,
+    layers: int = 2,
+    done: bool = True,
+    domains: bool = True,
+    **settings: Any,
 ) -> Path:
     config = TrainConfig(**{"model": "lenet", "dataset": "builtin", **settings})
     path = folder / config.run_id
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
-    metrics = fake_metrics(config, evaluations, layers)
+    metrics = fake_metrics(config, evaluations, layers, domains)
     (path / "metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in metrics))
     if done:
         errors = [record["test_error"] for record in metrics]

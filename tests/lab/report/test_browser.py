@@ -4,16 +4,18 @@ Needs the package playwright and a Chromium that is installed (make test-browser
 """
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
-from fake_runs import fake_run
+from fake_runs import fake_run, read_lines
 from torch import nn
 
 import modenorm
 from modenorm.lab.data import ImageSet
 from modenorm.lab.report import Page, make_gallery, read_records, write_page
 
+BENCH = Path(__file__).parents[3] / "results" / "bench_layer.jsonl"
 EVIL = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
 
 
@@ -24,7 +26,13 @@ def runs(tmp_path_factory):
         fake_run(folder, norm="bn", seed=seed)
         path = fake_run(folder, norm="mn", modes=3, seed=seed)
     fake_run(folder, norm="bn", model="resnet20", dataset="cifar10")
-    fake_run(folder, norm="mn", model="resnet18", dataset="folder:a-name-wider-than-a-phone-is")
+    fake_run(
+        folder,
+        norm="mn",
+        model="resnet18",
+        dataset="folder:a-name-wider-than-a-phone-is",
+        domains=False,
+    )
     gallery().save(path)
     metrics = (path / "metrics.jsonl").read_text()
     (path / "metrics.jsonl").write_text(metrics.replace("stage1.norm", json.dumps(EVIL)[1:-1]))
@@ -46,7 +54,7 @@ def written(runs, tmp_path_factory):
     folder = tmp_path_factory.mktemp("page")
     rows = [{"what": "word" * 50, "always": "0123456789abcdef" * 10, "us": us} for us in (1, 2)]
     (folder / "bench.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    page = Page(results=[folder / "bench.jsonl"])
+    page = Page(results=[folder / "bench.jsonl", BENCH])
     write_page(folder / "page.html", read_records([runs]), page)
     return folder / "page.html"
 
@@ -117,6 +125,44 @@ def test_mode_sliders_by_keyboard(page):
     assert page.locator("#modes-layer-name").inner_text() == EVIL
 
 
+def in_percent(evaluations):
+    """The shares of every mode over the evaluations, with one digit."""
+    return [
+        [pytest.approx(100 * share, abs=0.051) for share in mode]
+        for mode in zip(*evaluations, strict=True)
+    ]
+
+
+def test_who_uses_which_mode_over_training_by_keyboard(page, runs):
+    def drawn():
+        return page.evaluate("document.getElementById('shares-chart').data.map((t) => t.y)")
+
+    (path,) = runs.glob("lenet-builtin-mn3-*-s1-*")
+    layers = [line["modes"]["stage0.norm"] for line in read_lines(path / "metrics.jsonl")]
+    page.select_option("#modes-run", index=1)
+    assert drawn() == in_percent(layer["shares"] for layer in layers)
+    page.focus("#modes-domain")
+    for domain in ("plain", "odd"):
+        page.keyboard.press("ArrowDown")
+        assert drawn() == in_percent(layer["by_domain"][domain] for layer in layers)
+        assert page.locator("#shares-name").inner_text().endswith(f"stage0.norm, {domain} alone")
+        unit = page.evaluate("document.getElementById('shares-chart').layout.yaxis.title.text")
+        assert unit == "share of the domain's test images (%)"
+    last = f"{drawn()[0][-1]:.1f}"
+    assert f"mode 0 {last}\xa0%" in page.locator("#shares-chart").get_attribute("aria-label")
+    assert page.locator("#shares-table tr").last.locator("td").first.text_content() == last
+    page.select_option("#modes-run", index=0)  # the choice is kept
+    assert page.locator("#shares-name").inner_text().endswith("odd alone")
+
+
+def test_without_domains_there_is_no_choice_of_them(page):
+    assert page.locator("#modes-domain").is_visible()
+    page.select_option("#modes-domain", "odd")
+    page.select_option("#modes-run", index=2)
+    assert page.locator("#modes-domain").is_hidden()
+    assert "odd" not in page.locator("#shares-name").inner_text()
+
+
 def test_gallery_sliders_by_keyboard(page):
     assert page.locator("#tiles h4").count() == 3
     assert page.locator(".tile").count() == 30
@@ -132,6 +178,31 @@ def test_gallery_sliders_by_keyboard(page):
     assert page.locator("#gallery-mode-name").inner_text() == "mode 1"  # this layer has two
     label = page.locator(".tile i").first.get_attribute("aria-label")
     assert label.startswith(EVIL)
+
+
+@pytest.mark.parametrize("page", ["desktop", "phone"], indirect=True)
+def test_benchmark_tables(page):
+    row = next(row for row in read_lines(BENCH) if row["norm"] == "bn")
+    layer = page.locator(".benchmark", has_text="floor µs")
+    assert layer.locator("tbody tr").first.locator("td").nth(1).inner_text() == (
+        f"{row['device_us']:.0f}"
+    )
+    summary = page.locator("summary", has_text="as measured")
+    rows = page.locator("details", has=summary).locator("table")
+    assert rows.is_hidden()
+    summary.focus()
+    page.keyboard.press("Enter")
+    assert rows.locator("tbody tr").count() == len(read_lines(BENCH))
+    assert rows.is_visible()
+    x, y = layer.evaluate(
+        """(box) => {
+            box.scrollTo(200, 200);
+            const outer = box.getBoundingClientRect();
+            const corner = box.querySelector("th").getBoundingClientRect();
+            return [corner.x - outer.x, corner.y - outer.y];
+        }"""
+    )
+    assert abs(x) + abs(y) < 2  # the names of rows and columns stay in view
 
 
 def test_every_control_can_be_reached_by_tab(page):

@@ -4,10 +4,11 @@ import json
 import re
 import statistics
 import time
+from html import unescape
 from pathlib import Path
 
 import pytest
-from fake_runs import fake_gallery, fake_run
+from fake_runs import fake_gallery, fake_run, read_lines
 from typer.testing import CliRunner
 
 from modenorm.lab.cli import app
@@ -20,14 +21,15 @@ def page_data(html: str) -> dict:
     return json.loads(found[1])
 
 
-def read_lines(file: Path) -> list[dict]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
 def text_of(html: str) -> str:
     """What a reader sees, without scripts."""
     html = re.sub(r"<script.*?</script>|<style.*?</style>", "", html, flags=re.S)
     return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", html))
+
+
+def in_percent(evaluations) -> list:
+    """Shares as the page has them, with one digit."""
+    return [pytest.approx([100 * s for s in shares], abs=0.051) for shares in evaluations]
 
 
 @pytest.fixture
@@ -54,8 +56,13 @@ def test_numbers_equal_the_run_files(runs):
         layers = shown["modes"]["layers"] if shown["modes"] else []
         assert len(layers) == len(metrics[-1]["modes"])
         for layer in layers:
-            assert layer["shares"] == [m["modes"][layer["name"]]["shares"] for m in metrics]
-            assert layer["by_domain"] == metrics[-1]["modes"][layer["name"]]["by_domain"]
+            noted = [m["modes"][layer["name"]] for m in metrics]
+            assert layer["shares"] == in_percent(found["shares"] for found in noted)
+            assert layer["entropy"] == noted[-1]["entropy"]
+            assert layer["by_domain"] == {
+                name: in_percent(found["by_domain"][name] for found in noted)
+                for name in ("plain", "odd")
+            }
 
 
 def test_means_over_seeds(runs):
@@ -114,6 +121,7 @@ def test_mean():
     assert Mean.of([]) is None
 
 
+RESULTS = Path(__file__).parents[3] / "results"
 EVIL = "<script>document.title='taken'</script><img src=x onerror=alert(1)>"
 
 
@@ -130,8 +138,12 @@ def test_text_from_files_is_escaped(tmp_path):
     (path / "metrics.jsonl").write_text(metrics)
     evil = path.rename(tmp_path / "<script>alert(1)<")
     (evil / "gallery.json").write_text(EVIL)
-    (tmp_path / "bench.jsonl").write_text(json.dumps({EVIL: EVIL}) + "\n")
-    html = render(read_records([tmp_path]), Page(EVIL, [EVIL], results=[tmp_path / "bench.jsonl"]))
+    (tmp_path / "other.jsonl").write_text(json.dumps({EVIL: EVIL}) + "\n")
+    bench = read_lines(RESULTS / "bench_model.jsonl")[0] | dict.fromkeys(("model", "device"), EVIL)
+    (tmp_path / "bench.jsonl").write_text(json.dumps(bench) + "\n")
+    files = [tmp_path / "other.jsonl", tmp_path / "bench.jsonl"]
+    html = render(read_records([tmp_path]), Page(EVIL, [EVIL], results=files))
+    assert '<th scope="row">&lt;script&gt;' in html
     own = re.sub(r"<script>\n?/\*\*.*?</script>", "", html, flags=re.S)  # plotly.js
     assert EVIL not in own
     assert "<img src=x" not in own
@@ -218,6 +230,16 @@ def test_odd_modes_in_metrics_are_left_out(tmp_path):
     assert run["modes"]["layers"][0]["by_domain"] == {}
 
 
+def test_domains_that_an_evaluation_lacks_are_left_out(tmp_path):
+    path = fake_run(tmp_path, norm="mn")
+    lines = read_lines(path / "metrics.jsonl")
+    del lines[0]["modes"]["stage0.norm"]["by_domain"]["odd"]
+    lines[1]["modes"]["stage1.norm"]["by_domain"]["plain"] = [1.0]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run,) = page_data(render(read_records([tmp_path]), Page()))["runs"]
+    assert [list(layer["by_domain"]) for layer in run["modes"]["layers"]] == [["plain"], ["odd"]]
+
+
 def test_the_page_needs_no_network(runs):
     html = render(read_records([runs]), Page())
     own = re.sub(r"<script>\n?/\*\*.*?</script>", "", html, flags=re.S)
@@ -248,6 +270,52 @@ def test_measurements_are_tables(tmp_path):
     assert "In all rows: device H ." in text
     assert "14.23" in text
     assert "cannot be read" in text_of(render([], Page(results=[tmp_path / "none.jsonl"])))
+
+
+def cells_of(html: str) -> list[list[str]]:
+    """Cells of the benchmarks' tables, line by line, without their headers."""
+    tables = re.findall(r'<div class="scroll benchmark".*?</div>', html, re.S)
+    lines = [line for table in tables for line in re.findall(r"<tr>(.*?)</tr>", table)]
+    found = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", line) for line in lines]
+    return [[unescape(cell) for cell in line] for line in found]
+
+
+@pytest.mark.parametrize("file", sorted(RESULTS.glob("bench_*.jsonl")), ids=lambda file: file.name)
+def test_benchmarks_are_the_tables_of_the_documentation(file):
+    docs = [RESULTS.parent / "README.md", *(RESULTS.parent / "docs").glob("*.md")]
+    pattern = rf"<!-- table \w+ {file.name} -->(.*?)<!-- end -->"
+    documented = [t for page in docs for t in re.findall(pattern, page.read_text(), re.S)]
+    tables = read_table(file).benchmarks
+    assert documented
+    assert {table.strip() for table in documented} <= {table.markdown() for table in tables}
+    html = render([], Page(results=[file]))
+    assert cells_of(html) == [line for table in tables for line in (table.header, *table.lines)]
+    assert tables[0].conditions in unescape(html)
+    count = len(read_lines(file))
+    assert f"<details><summary>{count} rows as measured</summary>" in html
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"step_us": "fast"}, {"step_us": None}, {"device": 3}, {"batch": [1]}, {"model": {}}],
+    ids=str,
+)
+def test_odd_benchmarks_do_not_break_the_page(tmp_path, change):
+    row = read_lines(RESULTS / "bench_model.jsonl")[0]
+    for odd in (row | change, {name: row[name] for name in row if name not in change}):
+        (tmp_path / "bench.jsonl").write_text(json.dumps(odd))
+        assert row["commit"] in render([], Page(results=[tmp_path / "bench.jsonl"]))
+
+
+def test_a_layer_without_batch_norm_has_tables(tmp_path):
+    rows = read_lines(RESULTS / "bench_layer.jsonl")
+    alone = [row for row in rows if row["norm"] == "mn2"]
+    for row in alone:
+        del row["to_bn"], row["eager_to_bn"], row["memory_to_bn"]
+    (tmp_path / "bench.jsonl").write_text("\n".join(map(json.dumps, alone)))
+    layer, eager = read_table(tmp_path / "bench.jsonl").benchmarks
+    assert len(layer.lines) == len(alone)
+    assert eager.lines[0][1:4] == ["", f"{alone[0]['eager_us']:.0f}", ""]
 
 
 def test_long_measurements_are_folded_and_their_parts_readable(tmp_path):

@@ -6,9 +6,9 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["with_tables"]
+__all__ = ["Table", "tables_of", "with_tables"]
 
 Row = dict[str, Any]
 NAMES = {
@@ -27,6 +27,19 @@ HEADLINES = (
 )
 
 
+class Table(NamedTuple):
+    """Cells of a table, and the sentence below it: where and when they were measured."""
+
+    caption: str
+    header: list[str]
+    lines: list[list[str]]
+    conditions: str
+
+    def markdown(self) -> str:
+        """The table as a page in docs/ has it, without the caption."""
+        return f"{_markdown(self.header, self.lines)}\n\n{self.conditions}"
+
+
 def with_tables(text: str, results: Path) -> str:
     """The page with each table between its markers built anew.
 
@@ -36,11 +49,18 @@ def with_tables(text: str, results: Path) -> str:
     def rebuild(match: re.Match[str]) -> str:
         name, file = match["name"], match["file"]
         rows = _read(results / file)
-        table = TABLES[name](rows) if rows else "_not measured yet_"
+        table = TABLES[name](rows).markdown() if rows else "_not measured yet_"
         return f"<!-- table {name} {file} -->\n\n{table}\n\n<!-- end -->"
 
     pattern = r"<!-- table (?P<name>\w+) (?P<file>[\w.]+) -->.*?<!-- end -->"
     return re.sub(pattern, rebuild, text, flags=re.DOTALL)
+
+
+def tables_of(rows: list[Row]) -> list[Table]:
+    """The tables of one benchmark's rows, known by a field of its own; none for other rows."""
+    known = (names for field, names in KNOWN_BY.items() if all(field in row for row in rows))
+    tables = [TABLES[name](rows) for name in next(known, ())] if rows else []
+    return [table for table in tables if table.lines]
 
 
 def _read(path: Path) -> list[Row]:
@@ -49,8 +69,8 @@ def _read(path: Path) -> list[Row]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def _layer_table(rows: list[Row]) -> str:
-    """Device time of forward and backward beside the floor, and as a multiple of batch norm's."""
+def _layer_table(rows: list[Row]) -> Table:
+    caption = "One layer, forward and backward; the floor is the time of four copies of the tensor"
     cases: dict[tuple[str, str, str], dict[str, Row]] = {}
     for row in rows:
         cases.setdefault((row["shape"], row["layout"], row["dtype"]), {})[row["norm"]] = row
@@ -66,27 +86,27 @@ def _layer_table(rows: list[Row]) -> str:
         cells += [_ratio(found.get(norm, {}).get("to_bn")) for norm in others]
         cells += [_ratio(mn.get("to_floor")), _ratio(mn.get("memory_to_bn"))]
         lines.append(cells)
-    return _markdown(header, lines) + "\n\n" + _conditions(rows)
+    return Table(caption, header, lines, _conditions(rows))
 
 
-def _eager_table(rows: list[Row]) -> str:
-    """Wall time of an eager call, and evaluation as a multiple of three passes."""
+def _eager_table(rows: list[Row]) -> Table:
+    caption = "One layer, wall time of an eager call, and evaluation as a multiple of three passes"
     header = ["tensor", "BN eager µs", "MN K=2 eager µs", "× BN", "MN K=2 eval × 3 passes"]
     batch_norms = {_case(row): row for row in rows if row["norm"] == "bn"}
     lines = []
     for row in rows:
         if row["norm"] != "mn2" or "eager_us" not in row:
             continue
-        bn = batch_norms[_case(row)]
+        bn = batch_norms.get(_case(row), {})
         label = f"{row['shape'].replace('x', '×')} {row['layout']} {row['dtype']}"
         evaluation = row["eval_us"] / (row["floor_us"] * 3 / 8)
-        cells = [label, _us(bn["eager_us"]), _us(row["eager_us"])]
-        lines.append([*cells, _ratio(row["eager_to_bn"]), _ratio(evaluation)])
-    return _markdown(header, lines) + "\n\n" + _conditions(rows)
+        cells = [label, _us(bn.get("eager_us")), _us(row["eager_us"])]
+        lines.append([*cells, _ratio(row.get("eager_to_bn")), _ratio(evaluation)])
+    return Table(caption, header, lines, _conditions(rows))
 
 
-def _headline_table(rows: list[Row]) -> str:
-    """Device microseconds of a few tensors, for the README."""
+def _headline_table(rows: list[Row]) -> Table:
+    caption = "One layer, forward and backward, for a few tensors"
     norms = ["bn", "mn2", "mn8", "mgn2"]
     header = ["forward + backward, µs", "copy floor", *(_name(norm) for norm in norms)]
     found = {(*_case(row), row["norm"]): row for row in rows}
@@ -97,11 +117,11 @@ def _headline_table(rows: list[Row]) -> str:
             times = [_us(found.get((*case, norm), {}).get("device_us")) for norm in norms]
             floor = _us(found[(*case, "bn")]["floor_us"])
             lines.append([f"{shape.replace('x', '×')} {layout} {dtype}", floor, *times])
-    return _markdown(header, lines) + "\n\n" + _conditions(rows)
+    return Table(caption, header, lines, _conditions(rows))
 
 
-def _model_table(rows: list[Row]) -> str:
-    """A training step of a network."""
+def _model_table(rows: list[Row]) -> Table:
+    caption = "A training step of a network"
     header = ["network", "norm", "step ms", "× BN", "images/s", "memory × BN"]
     lines = [
         [
@@ -115,11 +135,11 @@ def _model_table(rows: list[Row]) -> str:
         ]
         for row in rows
     ]
-    return _markdown(header, lines) + "\n\n" + _conditions(rows)
+    return Table(caption, header, lines, _conditions(rows))
 
 
-def _sync_table(rows: list[Row]) -> str:
-    """One layer's step on each of several ranks, with statistics of its own and of all."""
+def _sync_table(rows: list[Row]) -> Table:
+    caption = "One layer's step on each of several ranks, with statistics of its own and of all"
     header = ["tensor of a rank", "K", "ranks", "bytes given by a rank", "own µs", "shared µs"]
     header.append("exchange µs")
     lines = [
@@ -136,11 +156,11 @@ def _sync_table(rows: list[Row]) -> str:
     ]
     about = rows[0]
     busy = f"load of other processes {about['load']:.1f} on {about['cores']} cores"
-    return _markdown(header, lines) + f"\n\n{about['backend']}, {busy}; " + _conditions(rows)
+    return Table(caption, header, lines, f"{about['backend']}, {busy}; {_conditions(rows)}")
 
 
-def _train_table(rows: list[Row]) -> str:
-    """Trainings of the laboratory, and what watching their modes costs if that was measured."""
+def _train_table(rows: list[Row]) -> Table:
+    caption = "Trainings of the laboratory"
     header = ["training", "norm", "step µs", "images/s", "speed × first"]
     lines = [
         [
@@ -153,16 +173,17 @@ def _train_table(rows: list[Row]) -> str:
         for row in rows
     ]
     if "record_gates_percent" in rows[0]:
+        caption += ", and what watching their modes costs"
         header += ["record_gates, % of eval", "mode log, % of training"]
         for line, row in zip(lines, rows, strict=True):
             within = row.get("record_gates_percent_within")
             line += [_with_error(row["record_gates_percent"], within)]
             line += [_ratio(row["log_modes_percent_of_training"])]
-    return _markdown(header, lines) + "\n\n" + _conditions(rows)
+    return Table(caption, header, lines, _conditions(rows))
 
 
-def _sparsity_table(rows: list[Row]) -> str:
-    """What the penalty on modes costs."""
+def _sparsity_table(rows: list[Row]) -> Table:
+    caption = "What the penalty on modes costs"
     header = ["training step", "method", "step µs", "penalty µs", "% of it", "% of a training"]
     lines = [
         [
@@ -176,7 +197,7 @@ def _sparsity_table(rows: list[Row]) -> str:
         ]
         for row in rows
     ]
-    return _markdown(header, lines) + "\n\n" + _conditions(rows)
+    return Table(caption, header, lines, _conditions(rows))
 
 
 def _training_name(row: Row) -> str:
@@ -186,7 +207,7 @@ def _training_name(row: Row) -> str:
     return name + f"{row['parallel']} side by side"
 
 
-TABLES: dict[str, Callable[[list[Row]], str]] = {
+TABLES: dict[str, Callable[[list[Row]], Table]] = {
     "layer": _layer_table,
     "eager": _eager_table,
     "headline": _headline_table,
@@ -194,6 +215,13 @@ TABLES: dict[str, Callable[[list[Row]], str]] = {
     "sparsity": _sparsity_table,
     "sync": _sync_table,
     "train": _train_table,
+}
+KNOWN_BY = {
+    "layout": ("headline", "layer", "eager"),
+    "compiled": ("model",),
+    "penalty_us": ("sparsity",),
+    "shared_us": ("sync",),
+    "speed_to_first": ("train",),
 }
 
 

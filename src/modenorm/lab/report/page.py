@@ -212,14 +212,23 @@ def _curves(record: Record) -> dict[str, Any]:
 
 
 def _values_per_point(record: Record) -> int:
-    modes = record.metrics[-1].get("modes", {}) if record.metrics else {}
-    return sum(len(_shares(layer)) for layer in modes.values())
+    layers = record.metrics[-1].get("modes", {}) if record.metrics else {}
+    return sum(len(shares) for layer in layers.values() for shares in _all_shares(layer).values())
 
 
-def _shares(layer: Any) -> list[float]:
-    """The shares of a layer's modes, if the entry is as it should be."""
-    shares = layer.get("shares") if isinstance(layer, Mapping) else None
-    return shares if isinstance(shares, list) and all(map(is_number, shares)) else []
+def _all_shares(layer: Any) -> dict[str | None, list[float]]:
+    """Percent of every domain that a layer's modes take and, as None, of all samples.
+
+    Those that are not as they should be are left out.
+    """
+    found = layer if isinstance(layer, Mapping) else {}
+    domains = found.get("by_domain")
+    rows = {None: found.get("shares"), **(domains if isinstance(domains, Mapping) else {})}
+    return {
+        name: [round(100 * share, 1) for share in shares]
+        for name, shares in rows.items()
+        if isinstance(shares, list) and all(map(is_number, shares))
+    }
 
 
 def _number(value: Any) -> float | None:
@@ -227,42 +236,41 @@ def _number(value: Any) -> float | None:
 
 
 def _modes(record: Record, points: int) -> dict[str, Any] | None:
-    """Shares of every layer's modes over training, and in the domains at the end."""
+    """Shares of every layer's modes over training, in all samples and in every domain."""
     entries = [entry for entry in record.metrics if entry.get("modes")]
     if not entries:
         return None
-    chosen, last = thin(entries, points), entries[-1]["modes"]
-    layers = []
-    for name, layer in last.items():
-        history = [entry["modes"].get(name, {}) for entry in chosen]
-        count = len(_shares(layer))
-        if count and all(len(_shares(found)) == count for found in history):
+    chosen, layers = thin(entries, points), []
+    for name, layer in entries[-1]["modes"].items():
+        shares = _over_training([_all_shares(entry["modes"].get(name)) for entry in chosen])
+        if None in shares:
             layers.append(
                 {
                     "name": name,
-                    "shares": [_shares(found) for found in history],
-                    "entropy": [_number(found.get("entropy")) for found in history],
+                    "shares": shares.pop(None),
+                    "by_domain": shares,
+                    "entropy": _number(layer.get("entropy")),
                     "distinct": _number(layer.get("distinct")),
                     "needed": _number(_needed(record).get(name)),
-                    "by_domain": _by_domain(layer, count),
                 }
             )
     return {"samples": [entry["samples"] for entry in chosen], "layers": layers} if layers else None
+
+
+def _over_training(history: list[dict[Any, list[float]]]) -> dict[Any, list[list[float]]]:
+    """The rows that all evaluations have, of as many modes as there are at the end."""
+    count = len(history[-1].get(None, []))
+    return {
+        name: [rows[name] for rows in history]
+        for name in history[-1]
+        if count and all(len(rows.get(name, [])) == count for rows in history)
+    }
 
 
 def _needed(record: Record) -> Mapping[str, Any]:
     """The numbers of modes that pruning left, by layer."""
     numbers = record.result.get("num_modes")
     return numbers if isinstance(numbers, Mapping) else {}
-
-
-def _by_domain(layer: Mapping[str, Any], count: int) -> dict[str, list[float]]:
-    found = layer.get("by_domain", {})
-    return {
-        str(name): shares
-        for name, shares in (found.items() if isinstance(found, dict) else ())
-        if isinstance(shares, list) and len(shares) == count and all(map(is_number, shares))
-    }
 
 
 def _galleries(records: Sequence[Record]) -> tuple[list[dict[str, Any]], list[str]]:

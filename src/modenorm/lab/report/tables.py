@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from modenorm.lab.bench.page import Table, tables_of
 from modenorm.lab.data.folder import dataset_title, folder_name
 from modenorm.lab.report.records import Record, is_number
 
@@ -219,7 +220,10 @@ def _varying(configs: list[dict[str, Any]]) -> list[str]:
 
 @dataclass(frozen=True)
 class FileTable:
-    """The first lines of a file of JSON lines; what is the same in all lines is said once."""
+    """The first lines of a file of JSON lines; what is the same in all lines is said once.
+
+    Lines of a benchmark also give the tables that the documentation has of them.
+    """
 
     title: str
     columns: list[str]
@@ -227,6 +231,7 @@ class FileTable:
     constants: dict[str, Any]
     count: int = 0
     problem: str = ""
+    benchmarks: Sequence[Table] = ()
 
 
 def read_table(path: Path) -> FileTable:
@@ -244,7 +249,15 @@ def read_table(path: Path) -> FileTable:
     columns = [name for name in names if name not in fixed]
     rows = [[row.get(name, "") for name in columns] for row in cells[:MOST_ROWS]]
     constants = {name: cells[0][name] for name in fixed if cells[0].get(name, "") != ""}
-    return FileTable(path.name, columns, rows, constants, len(entries))
+    benchmarks = _benchmarks(entries)
+    return FileTable(path.name, columns, rows, constants, len(entries), benchmarks=benchmarks)
+
+
+def _benchmarks(entries: list[dict[str, Any]]) -> list[Table]:
+    try:
+        return tables_of(entries)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
+        return []  # lines that no benchmark wrote are shown as they are
 
 
 def _cell(value: Any) -> Any:

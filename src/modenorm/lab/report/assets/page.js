@@ -6,7 +6,7 @@
   const colour = (place) => COLOURS[place % COLOURS.length];
   // Plotly reads some markup in text: names from files are shown as they are.
   const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
-  const percent = (share) => (100 * share).toFixed(1) + "\u00a0%";
+  const percent = (value) => value.toFixed(1) + "\u00a0%";
   const known = (value) => value !== null && value !== undefined;
   const number = (value, digits = 2) => (known(value) ? value.toFixed(digits) : "–");
   const withError = (m) => (known(m) ? number(m.mean) + (known(m.se) ? " ± " + number(m.se) : "") : "–");
@@ -122,7 +122,7 @@
   function modeTraces(rows, x, kind, turned = false) {
     const count = rows.length ? rows[0].length : 0;
     return Array.from({ length: count }, (_, k) => {
-      const y = rows.map((shares) => 100 * shares[k]);
+      const y = rows.map((shares) => shares[k]);
       const shared = { name: "mode " + k, hovertemplate: `mode ${k}: %{${turned ? "x" : "y"}:.1f} %<extra></extra>` };
       if (kind === "area") {
         return { ...shared, x, y, stackgroup: "all", line: { width: 0.5, color: colour(k) }, fillcolor: colour(k) + "cc" };
@@ -137,20 +137,11 @@
   function drawModes() {
     const run = data.runs[Number($("modes-run").value)], modes = run.modes;
     setRange($("modes-layer"), modes.layers.length);
-    const layer = modes.layers[Number($("modes-layer").value)], last = layer.shares[layer.shares.length - 1];
-    const name = layer.name || "model";
+    const layer = modes.layers[Number($("modes-layer").value)], name = layer.name || "model";
     $("modes-layer-name").textContent = name;
     $("modes-layer").setAttribute("aria-valuetext", name);
-    const overTime = `Share of the modes over training, ${name}`;
-    const single = layer.shares.length === 1;
-    draw("shares-chart", modeTraces(layer.shares, single ? ["end"] : modes.samples, single ? "bar" : "area"),
-      "training images seen", "share of test images (%)", { yaxis: full, barmode: "stack" });
-    const entropy = layer.entropy[layer.entropy.length - 1];
-    describe("shares", overTime, "At the end: " + last.map((s, k) => `mode ${k} ${percent(s)}`).join(", ") +
-      (known(entropy) ? `. Mean entropy of the gates ${number(entropy)} bits of at most ${number(Math.log2(last.length))}: ` +
-        "0 assigns every image to one mode, the most shares it out evenly." : ".") +
-      (known(layer.distinct) ? ` Alive and distinct: ${layer.distinct} of ${last.length} modes.` : "") +
-      (known(layer.needed) ? ` Pruning left ${layer.needed}.` : ""));
+    setDomains(Object.keys(layer.by_domain));
+    drawShares(layer, name, modes.samples);
     drawUsers(layer, name);
     const names = modes.layers.map((l) => l.name || "model"), ends = modes.layers.map((l) => l.shares[l.shares.length - 1]);
     const title = "Share of the modes in every layer at the end";
@@ -159,18 +150,45 @@
     describe("layers", title, `${names.length} layer${names.length === 1 ? "" : "s"} of ${run.title}.`);
     const width = Math.max(...ends.map((e) => e.length));
     table("modes-table", ["Layer", ...Array.from({ length: width }, (_, k) => "mode " + k + " %"), "entropy (bits)", "distinct modes", "after pruning"],
-      modes.layers.map((l, i) => [names[i], ...Array.from({ length: width }, (_, k) => (known(ends[i][k]) ? number(100 * ends[i][k], 1) : "")),
-        number(l.entropy[l.entropy.length - 1], 3), known(l.distinct) ? l.distinct : "", known(l.needed) ? l.needed : ""]));
+      modes.layers.map((l, i) => [names[i], ...Array.from({ length: width }, (_, k) => (known(ends[i][k]) ? number(ends[i][k], 1) : "")),
+        number(l.entropy, 3), known(l.distinct) ? l.distinct : "", known(l.needed) ? l.needed : ""]));
+  }
+
+  function setDomains(names) {
+    const select = $("modes-domain"), chosen = select.value, options = [...select.options].slice(1);
+    select.parentElement.hidden = names.length === 0;
+    if (JSON.stringify(names) === JSON.stringify(options.map((option) => option.value))) return;
+    fill(select, [["", "all test images"], ...names.map((name) => [name, name])]);
+    select.value = names.includes(chosen) ? chosen : "";
+  }
+
+  function drawShares(layer, name, samples) {
+    const domain = $("modes-domain").value, shares = domain ? layer.by_domain[domain] : layer.shares;
+    const last = shares[shares.length - 1], single = shares.length === 1;
+    draw("shares-chart", modeTraces(shares, single ? ["end"] : samples, single ? "bar" : "area"), "training images seen",
+      `share of ${domain ? "the domain's " : ""}test images (%)`, { yaxis: full, barmode: "stack" });
+    describe("shares", `Share of the modes over training, ${name}` + (domain ? `, ${domain} alone` : ""),
+      "At the end: " + last.map((s, k) => `mode ${k} ${percent(s)}`).join(", ") + "." + (domain ? "" : aboutGates(layer, last.length)));
+    table("shares-table", ["Images seen", ...last.map((_, k) => `mode ${k} %`)],
+      shares.map((row, i) => [samples[i].toLocaleString("en"), ...row.map((s) => number(s, 1))]));
+  }
+
+  function aboutGates(layer, count) {
+    return (known(layer.entropy) ? ` Mean entropy of the gates ${number(layer.entropy)} bits of at most ${number(Math.log2(count))}: ` +
+      "0 assigns every image to one mode, the most shares it out evenly." : "") +
+      (known(layer.distinct) ? ` Alive and distinct: ${layer.distinct} of ${count} modes.` : "") +
+      (known(layer.needed) ? ` Pruning left ${layer.needed}.` : "");
   }
 
   function drawUsers(layer, name) {
-    const domains = Object.keys(layer.by_domain);
+    const domains = Object.keys(layer.by_domain), ends = {};
+    domains.forEach((d) => { ends[d] = layer.by_domain[d][layer.by_domain[d].length - 1]; });
     $("users-chart").parentElement.hidden = domains.length === 0;
     if (!domains.length) return;
     const title = `Who uses which mode at the end, ${name}`;
-    draw("users-chart", modeTraces(domains.map((d) => layer.by_domain[d]), domains.map(plain), "bar", true),
+    draw("users-chart", modeTraces(domains.map((d) => ends[d]), domains.map(plain), "bar", true),
       "share of the domain's test images (%)", "", { xaxis: full, barmode: "stack", yaxis: { autorange: "reversed", type: "category" } });
-    describe("users", title, separation(layer.by_domain) + " " + domains.map((d) => `${d}: ` + layer.by_domain[d].map((s, k) => `mode ${k} ${percent(s)}`).join(", ")).join("; ") + ".");
+    describe("users", title, separation(ends) + " " + domains.map((d) => `${d}: ` + ends[d].map((s, k) => `mode ${k} ${percent(s)}`).join(", ")).join("; ") + ".");
   }
 
   function separation(byDomain) {
@@ -181,7 +199,7 @@
       const high = sorted[0], low = sorted[sorted.length - 1], gap = byDomain[high][k] - byDomain[low][k];
       if (gap > best.gap) best = { gap, k, high, low };
     });
-    if (best.gap < 0.05) return "All domains use the modes alike: this layer does not tell them apart.";
+    if (best.gap < 5) return "All domains use the modes alike: this layer does not tell them apart.";
     return `Mode ${best.k} tells most apart: it takes ${percent(byDomain[best.high][best.k])} of ${best.high} ` +
       `and ${percent(byDomain[best.low][best.k])} of ${best.low}.`;
   }
@@ -210,7 +228,7 @@
     claims.map((claim) => (several ? claim[3] : short(claim[2], claim[3]))).forEach((kind) => { kinds[kind] = (kinds[kind] || 0) + 1; });
     const counted = Object.entries(kinds).sort((a, b) => b[1] - a[1]).slice(0, 4).map(([name, n]) => `${n} ${name}`);
     const heading = document.createElement("h4"), list = document.createElement("div");
-    heading.textContent = `Mode ${k}: share ${percent(mode.share)}; among the strongest ${claims.length}: ${counted.join(", ")}`;
+    heading.textContent = `Mode ${k}: share ${percent(100 * mode.share)}; among the strongest ${claims.length}: ${counted.join(", ")}`;
     list.className = "tiles";
     list.setAttribute("role", "list");
     list.append(...claims.map((claim) => tile(claim, gallery)));
@@ -252,7 +270,7 @@
   if (withModes.length) {
     fill($("modes-run"), withModes);
     $("modes-layer").value = 0;
-    connect(drawModes, ["modes-run", "modes-layer"]);
+    connect(drawModes, ["modes-run", "modes-layer", "modes-domain"]);
   }
   if (data.galleries.length) {
     fill($("gallery-run"), data.galleries.map((g, i) => [i, g.run === null ? g.dataset : data.runs[g.run].title]));
