@@ -200,7 +200,7 @@ def test_pages_are_rebuilt(command: Command) -> None:
     Path("docs").mkdir()
     page = Path("docs/reproduction.md")
     page.write_text("# Page\n\n<!-- results table1 --> <!-- end -->\n")
-    assert command("pages") == (0, "", "")
+    assert command("pages") == (0, "", f"rebuilt the tables of {page}\n")
     assert "| LeNet, N=8 | BN | 20.00 ± 1.00 | 12.34 | 13.00 | 1 |" in page.read_text()
 
 
