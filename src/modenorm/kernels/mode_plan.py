@@ -114,25 +114,22 @@ class ModePlan:
     def _backward(self, stream: Stream, split: Split, arrays: Backward) -> None:
         arrays, kept, work = self._open_backward(split, arrays)
         self.mix_backward(stream, arrays, kept, work)
-        slope, offset, scale, *_ = work
-        lines = (kept[0], scale, slope, offset)
-        self.passes.apply_backward(stream, arrays.dy, arrays.x, *lines, arrays.dx)
+        self._map_backward(stream, arrays, kept, work)
 
     def _modes_backward(self, stream: Stream, split: Split, arrays: Backward) -> None:
-        arrays, kept, work = self._open_backward(split, arrays)
-        dweight, dbias = arrays.dweight, arrays.dbias
-        given = (arrays.dy, arrays.x, arrays.inputs, arrays.used)
-        self.modes_backward(stream, *given, kept, work, dweight, dbias)
+        self._mix_modes(stream, *self._open_backward(split, arrays))
 
     def _samples_backward(self, stream: Stream, split: Split, arrays: Backward) -> None:
         arrays, kept, work = self._open_backward(split, arrays)
-        inputs, mean, dlogits = arrays.inputs, kept[0], arrays.dlogits
-        self.samples_backward(stream, inputs, arrays.used, arrays.dused, kept, work, dlogits)
-        slope, offset, scale, *_, dweights = work
-        lines = (mean, scale, slope, offset)
+        self._mix_samples(stream, arrays, kept, work)
+        self._map_backward(stream, arrays, kept, work)
+
+    def _map_backward(
+        self, stream: Stream, arrays: Backward, kept: list[Any], work: list[Any]
+    ) -> None:
+        slope, offset, scale, *_ = work
+        lines = (kept[0], scale, slope, offset)
         self.passes.apply_backward(stream, arrays.dy, arrays.x, *lines, arrays.dx)
-        found = (arrays.dgate_weight, arrays.dgate_bias, arrays.dweight)
-        self.parameters_backward(stream, inputs, mean, dweights, dlogits, *found)
 
     def mix(
         self,
@@ -153,10 +150,20 @@ class ModePlan:
         self, stream: Stream, arrays: Backward, kept: list[Any], work: list[Any]
     ) -> None:
         """All gradients but dx, of which slope, offset and scale."""
-        inputs, used, dlogits = arrays.inputs, arrays.used, arrays.dlogits
-        given = (arrays.dy, arrays.x, inputs, used)
+        self._mix_modes(stream, arrays, kept, work)
+        self._mix_samples(stream, arrays, kept, work)
+
+    def _mix_modes(
+        self, stream: Stream, arrays: Backward, kept: list[Any], work: list[Any]
+    ) -> None:
+        given = (arrays.dy, arrays.x, arrays.inputs, arrays.used)
         self.modes_backward(stream, *given, kept, work, arrays.dweight, arrays.dbias)
-        self.samples_backward(stream, inputs, used, arrays.dused, kept, work, dlogits)
+
+    def _mix_samples(
+        self, stream: Stream, arrays: Backward, kept: list[Any], work: list[Any]
+    ) -> None:
+        inputs, dlogits = arrays.inputs, arrays.dlogits
+        self.samples_backward(stream, inputs, arrays.used, arrays.dused, kept, work, dlogits)
         found = (arrays.dgate_weight, arrays.dgate_bias, arrays.dweight)
         self.parameters_backward(stream, inputs, kept[0], work[-1], dlogits, *found)
 
