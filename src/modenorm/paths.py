@@ -123,9 +123,8 @@ def normalize_channels(
             return _empty_output(x, gate_weight, gate_bias, weight, bias), gates
         backend = choose_backend(x)
         if backend == "reference":
-            upcast = x.to(statistics_dtype(x))
             y = reference.mode_group_norm(
-                upcast, gate_weight, gate_bias, weight, bias, eps, variance=variance
+                x.to(dtype), gate_weight, gate_bias, weight, bias, eps, variance=variance
             )
             pooled, _ = plain.moments(x, with_var=False)
             return y.to(x.dtype), torch.softmax(pooled[..., None] * gate_weight + gate_bias, -1)
@@ -158,9 +157,7 @@ def _known_gates(gates: Tensor | Gate) -> bool:
 
 def _one_node(call: _Call) -> bool:
     """Whether kernels/fused.py has this case: the paper's gate or given gates, on a GPU."""
-    if not _known_gates(call.gates):
-        return False
-    if not runs_triton(call.x):
+    if not (_known_gates(call.gates) and runs_triton(call.x)):
         return False
     if call.from_batch:
         return call.options.momentum is not None or call.estimates is None
