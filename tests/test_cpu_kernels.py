@@ -389,24 +389,3 @@ def test_wrong_sizes_are_refused_as_ever():
         functional.mode_norm(x, torch.rand(5, 2), weight=torch.randn(4), training=True)
     with pytest.raises(ValueError, match="gates"):
         functional.mode_norm(x, torch.rand(4, 2), training=True)
-
-
-def test_hooks_of_the_gate_are_called():
-    layer, seen = modenorm.ModeNorm2d(3), []
-    layer.gate.register_forward_pre_hook(lambda gate, inputs: seen.append(inputs[0].shape))
-    layer(tensor((5, 3, 4, 4)))
-    assert seen == [(5, 3)]
-
-
-def test_backward_hooks_of_the_gate_are_called():
-    layer, seen = modenorm.ModeNorm2d(3), []
-    layer.gate.register_full_backward_pre_hook(lambda gate, gradients: seen.append(len(gradients)))
-    layer(tensor((5, 3, 4, 4)).requires_grad_()).sin().sum().backward()
-    assert seen == [1]
-
-
-def test_a_gate_with_a_forward_of_its_own_is_called():
-    layer, x = modenorm.ModeNorm2d(3), tensor((5, 3, 4, 4))
-    logits = torch.randn(5, 2)
-    layer.gate.forward = lambda features: logits
-    assert_close(layer(x), layer(x, gates=logits.softmax(1)), 1e-6)

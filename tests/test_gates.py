@@ -134,3 +134,24 @@ def test_gates_of_the_layer_are_a_softmax_of_pooled_features(backend):
     layer.gate_listener = seen.append
     layer(x)
     assert_close(seen[0], torch.softmax(layer.gate(x.mean((2, 3))), 1), 1e-13)
+
+
+def test_hooks_of_the_gate_are_called():
+    layer, seen = modenorm.ModeNorm2d(3), []
+    layer.gate.register_forward_pre_hook(lambda gate, inputs: seen.append(inputs[0].shape))
+    layer(torch.randn(5, 3, 4, 4))
+    assert seen == [(5, 3)]
+
+
+def test_backward_hooks_of_the_gate_are_called():
+    layer, seen = modenorm.ModeNorm2d(3), []
+    layer.gate.register_full_backward_pre_hook(lambda gate, gradients: seen.append(len(gradients)))
+    layer(torch.randn(5, 3, 4, 4).requires_grad_()).sin().sum().backward()
+    assert seen == [1]
+
+
+def test_a_gate_with_a_forward_of_its_own_is_called():
+    layer, x = modenorm.ModeNorm2d(3), torch.randn(5, 3, 4, 4)
+    logits = torch.randn(5, 2)
+    layer.gate.forward = lambda features: logits
+    assert_close(layer(x), layer(x, gates=logits.softmax(1)), 1e-6)

@@ -1,9 +1,5 @@
 """Max pooling by two on a CPU is torch's; which model has it. Kernels: tests/kernels."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -54,19 +50,3 @@ def test_shapes_without_data(height, width):
     assert (dx.shape, dx.dtype) == (x.shape, x.dtype)
     for result in (y, places, dx):
         assert result.is_contiguous(memory_format=torch.channels_last)
-
-
-@pytest.mark.parametrize(("value", "enabled"), [(None, True), ("1", True), ("0", False)])
-def test_switch_and_import_without_triton(value, enabled):
-    """The environment's switch; the model doesn't import Triton."""
-    code = (
-        "import sys; from modenorm.lab.models import max_pool as m; "
-        "print(m.ENABLED, 'triton' in sys.modules)"
-    )
-    environment = {k: v for k, v in os.environ.items() if k != "MODENORM_MAX_POOL"}
-    if value is not None:
-        environment["MODENORM_MAX_POOL"] = value
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split() == [str(enabled), "False"]

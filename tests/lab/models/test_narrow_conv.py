@@ -1,9 +1,5 @@
 """Narrow convolutions on a CPU are torch's; which models have them. Kernels: tests/kernels."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -51,19 +47,3 @@ def test_starts_as_other_convolutions_do():
 def test_refuses_other_widths():
     with pytest.raises(ValueError, match="24 to 16"):
         NarrowConv2d(24, 16)
-
-
-@pytest.mark.parametrize(("value", "enabled"), [(None, True), ("1", True), ("0", False)])
-def test_switch_and_import_without_triton(value, enabled):
-    """The environment's switch; the models don't import Triton."""
-    code = (
-        "import sys; from modenorm.lab.models import narrow_conv as m; "
-        "print(m.ENABLED, 'triton' in sys.modules)"
-    )
-    environment = {k: v for k, v in os.environ.items() if k != "MODENORM_NARROW_CONV"}
-    if value is not None:
-        environment["MODENORM_NARROW_CONV"] = value
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split() == [str(enabled), "False"]

@@ -1,9 +1,5 @@
 """First convolutions as products of matrices, which on a CPU they are not."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import nn
@@ -120,15 +116,3 @@ def test_traced():
     found, wanted = (gradients(f, conv, x, dy) for f in (compiled, conv))
     for value, truth in zip(found, wanted, strict=True):
         assert torch.equal(value, truth)
-
-
-@pytest.mark.parametrize(("value", "enabled"), [(None, True), ("1", True), ("0", False)])
-def test_switch(value, enabled):
-    code = "from modenorm.lab.models import stem_conv as m; print(m.ENABLED)"
-    environment = {k: v for k, v in os.environ.items() if k != "MODENORM_STEM_CONV"}
-    if value is not None:
-        environment["MODENORM_STEM_CONV"] = value
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == str(enabled)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from modenorm.buffers import HALF_TYPES
 from modenorm.kernels.layout import interpreting
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ __all__ = ["POOL_TILE", "UNPOOL_TILE", "HalvingMaxPool2d", "PoolTile"]
 
 ENABLED = os.environ.get("MODENORM_MAX_POOL") != "0"
 """Whether `HalvingMaxPool2d` uses its own kernels where it can; else it is torch's MaxPool2d."""
-_HALF = (torch.bfloat16, torch.float16)
 _DEVICES = ("cuda", "cpu") if interpreting() else ("cuda",)
 _TRITON = importlib.util.find_spec("triton") is not None
 _MOST = 1 << 31  # numbers are counted in 32 bits
@@ -65,7 +65,7 @@ class HalvingMaxPool2d(nn.MaxPool2d):
 
 
 def _kernels_serve(x: Tensor) -> bool:
-    if not (ENABLED and _TRITON) or x.device.type not in _DEVICES or x.dtype not in _HALF:
+    if not (ENABLED and _TRITON) or x.device.type not in _DEVICES or x.dtype not in HALF_TYPES:
         return False
     if x.ndim != 4 or not 0 < x.numel() < _MOST or x.shape[2] >= _LONGEST:
         return False

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from modenorm.buffers import HALF_TYPES
 from modenorm.kernels.layout import interpreting
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ __all__ = ["CONV_TILES", "GRAD_TILES", "WIDTHS", "NarrowConv2d", "fits"]
 ENABLED = os.environ.get("MODENORM_NARROW_CONV") != "0"
 """Whether `NarrowConv2d` uses its own kernels where it can; else it is torch's Conv2d."""
 WIDTHS = (16, 32, 64)
-_HALF = (torch.bfloat16, torch.float16)
 _DEVICES = ("cuda", "cpu") if interpreting() else ("cuda",)
 _TRITON = importlib.util.find_spec("triton") is not None
 _MOST_PIXELS = 1 << 30  # pixels are counted in 32 bits, numbers in 64
@@ -120,7 +120,7 @@ def _kernels_type(x: Tensor, weight: Tensor) -> torch.dtype | None:
             torch.get_autocast_dtype(device),
             torch.float64 not in (x.dtype, weight.dtype),
         )
-    if not alike or dtype not in _HALF or x.shape[1] != weight.shape[1]:
+    if not alike or dtype not in HALF_TYPES or x.shape[1] != weight.shape[1]:
         return None
     if max(weight.shape[:2]) == max(WIDTHS) and x.shape[2] * x.shape[3] > _LARGE:
         return None

@@ -13,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from modenorm.buffers import HALF_TYPES
+
 __all__ = ["StemConv2d"]
 
 ENABLED = os.environ.get("MODENORM_STEM_CONV") != "0"
 """Whether `StemConv2d` multiplies matrices where it can; else it is torch's Conv2d."""
-_HALF = (torch.bfloat16, torch.float16)
 _MULTIPLE = 8  # rows of a matrix begin at multiples of 16 bytes
 _MOST = 1 << 25  # numbers of a matrix of windows: 64 MiB
 
@@ -56,4 +57,4 @@ class StemConv2d(nn.Conv2d):
             return False
         autocast = torch.is_autocast_enabled("cuda")
         dtype = torch.get_autocast_dtype("cuda") if autocast else x.dtype
-        return dtype in _HALF and x.is_contiguous(memory_format=torch.channels_last)
+        return dtype in HALF_TYPES and x.is_contiguous(memory_format=torch.channels_last)
