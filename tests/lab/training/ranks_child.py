@@ -82,7 +82,7 @@ def closed_state(runs: Path) -> list[float]:
             sums.extend(float(tensor.double().sum()) for tensor in self.model.state_dict().values())
 
     runner.Training = Watched  # type: ignore[misc]
-    config = streamed("images", modes=3, sparsity=0.002, total=6, eval_every=6)
+    config = streamed("images", modes=3, sparsity=0.1, total=6, eval_every=6)
     train(config, runs, device="cpu", workers=0)
     runner.Training = Training  # type: ignore[misc]
     return sums

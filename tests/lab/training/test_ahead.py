@@ -91,8 +91,7 @@ def test_no_processes_without_need(monkeypatch, cores):
         assert processes == []
 
 
-@pytest.mark.parametrize("sparsity", [0.0, 0.1])
-def test_a_form_takes_the_steps_of_a_training(monkeypatch, sparsity):
+def test_a_form_takes_a_step_of_a_training(monkeypatch):
     shapes = []
 
     def compiled(model: nn.Module):
@@ -103,9 +102,9 @@ def test_a_form_takes_the_steps_of_a_training(monkeypatch, sparsity):
         return forward
 
     monkeypatch.setattr(ahead, "compiled", compiled)
-    config = fake_config(compile=True, dtype="bfloat16", sparsity=sparsity)
+    config = fake_config(compile=True, dtype="bfloat16")
     ahead.compile_form(ahead.Form(config, 4, (8, 8)), CPU)
-    assert shapes == [((4, 3, 8, 8), True)] * (2 if sparsity else 1)
+    assert shapes == [((4, 3, 8, 8), True)]
 
 
 def test_a_process_compiles_what_it_is_told(monkeypatch):

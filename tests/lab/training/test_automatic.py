@@ -9,7 +9,7 @@ import torch
 from fake_data import fake_config, fake_data
 from test_resume import same_end
 
-from modenorm import mode_report, record_gates
+from modenorm import record_gates
 from modenorm.lab.models import create_model
 from modenorm.lab.training import Run, TrainConfig, Training, load_model, train
 from modenorm.lab.training.schedule import Schedule
@@ -47,26 +47,30 @@ def test_a_training_ends_with_a_smaller_model(tmp_path: Path) -> None:
     assert json.loads((run.path / "result.json").read_text()) == result
 
 
-def test_the_penalty_is_in_every_16th_step_from_half_way_until_modes_are_closed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_modes_are_closed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = fake_config(**AUTO | {"total": 64})
-    schedule = Schedule.of(config, 70)
-    assert schedule.closing == 44
-    assert [step for step in range(64) if schedule.penalty_at(step)] == [32]
+    assert Schedule.of(config, 70).closing == 44
     taken = []
-    monkeypatch.setattr("modenorm.lab.training.step.Step._penalty", lambda self: _zero(self, taken))
     monkeypatch.setattr(Training, "_close", lambda self: taken.append(self.position.step))
     train(config, tmp_path, data=fake_data(32))
-    assert taken[1:] == [44]
     plain = dataclasses.replace(config, sparsity=0.0)
     assert Schedule.of(plain, 70).closing == 0
-    assert not any(Schedule.of(plain, 70).penalty_at(step) for step in range(64))
     train(plain, tmp_path, data=fake_data(32))
-    assert len(taken) == 2
+    assert taken == [44]
     ours, theirs = (load_model(Run.of(c, tmp_path).checkpoint)[0] for c in (config, plain))
     for name, tensor in theirs.state_dict().items():
-        assert torch.equal(ours.state_dict()[name], tensor)  # a penalty of zero changes nothing
+        assert torch.equal(ours.state_dict()[name], tensor)  # nothing else differs
+
+
+def test_a_larger_tolerance_leaves_fewer_modes(tmp_path: Path) -> None:
+    data, left = fake_data(32), []
+    for sparsity in (1e-6, 0.2, 50.0):
+        result = train(fake_config(**AUTO | {"sparsity": sparsity}), tmp_path, data=data)
+        assert result["pruning"]["tolerance"] == sparsity / 2
+        left.append(sum(result["num_modes"].values()))
+    assert left[0] == 6
+    assert left == sorted(left, reverse=True)
+    assert left[2] == 2
 
 
 def test_closed_modes_stay_closed_to_the_end(tmp_path: Path) -> None:
@@ -91,25 +95,6 @@ def test_a_training_that_diverges_before_its_modes_are_closed_says_so(tmp_path: 
     config = fake_config(**AUTO | {"total": 20, "lr": 1e30})
     with pytest.raises(Diverged, match="no longer finite"):
         train(config, tmp_path, data=fake_data(32))
-
-
-def _zero(step: object, taken: list[object]) -> torch.Tensor:
-    taken.append(step)
-    return torch.zeros(())
-
-
-def test_the_penalty_changes_the_gates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Training, "_close", lambda self: None)
-    settings = AUTO | {"total": 64}
-    data = fake_data(32)
-    entropies = {}
-    for sparsity in (0.0, 2.0):
-        config = fake_config(**settings | {"sparsity": sparsity})
-        train(config, tmp_path, data=data)
-        model, _ = load_model(Run.of(config, tmp_path).checkpoint)
-        report = mode_report(model, [torch.randn(64, 3, 32, 32)])
-        entropies[sparsity] = sum(layer.effective_modes for layer in report.layers)
-    assert entropies[2.0] < entropies[0.0] - 0.1
 
 
 @pytest.mark.parametrize("step", [16, 25, 30])  # modes are closed after step 25

@@ -193,8 +193,8 @@ def sparsity_command(
 ) -> None:
     """A training step with the penalty on modes, and without it.
 
-    Trainings have the entropy in every 16th step: what it costs them is the last column. On a CPU
-    only lenet is measured unless others are named.
+    The last column is for trainings that have the entropy in every 16th step, 16 times as strong.
+    On a CPU only lenet is measured unless others are named.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     known = [case.model for case in SPARSITY_CASES]

@@ -22,8 +22,8 @@ from rich.table import Column, Table
 from modenorm.lab.data import NAMES
 from modenorm.lab.models import MODELS
 from modenorm.lab.training import Outcome, TrainConfig, Training, find_runs, recipe, train_many
+from modenorm.lab.training.closing import DEFAULT_SPARSITY
 from modenorm.lab.training.ranks import started_ranks
-from modenorm.sparsity import DEFAULT_STRENGTH
 
 _model = partial(typer.Option, rich_help_panel="What to train")
 _schedule = partial(
@@ -51,7 +51,8 @@ def train_command(
     ),
     max_modes: int = _model(8, min=2, help="Modes to begin with, for --modes auto."),
     sparsity: float = _model(
-        DEFAULT_STRENGTH["entropy"], help="Strength of the penalty on modes, for --modes auto."
+        DEFAULT_SPARSITY,
+        help="How much taking modes away may change the outputs, for --modes auto.",
     ),
     groups: int = _model(2, help="Groups of gn."),
     where: str = _model("all", help="Replace all norms of the model, or only the first."),

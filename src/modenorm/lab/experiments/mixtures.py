@@ -22,8 +22,8 @@ from modenorm import ModeNorm1d, ModeSparsity, prune_modes, recalibrate
 from modenorm.lab.bench.page import _markdown
 from modenorm.lab.data.loader import derive_seed
 from modenorm.lab.provenance import provenance
-from modenorm.lab.training.closing import CLOSING_TOLERANCE
-from modenorm.lab.training.schedule import CLOSING, PENALTY_FROM
+from modenorm.lab.training.closing import DEFAULT_SPARSITY
+from modenorm.lab.training.schedule import CLOSING
 from modenorm.modes import SMALLEST_GATE
 from modenorm.pruning import DEFAULT_TOLERANCE
 from modenorm.resizing import close_modes
@@ -82,7 +82,7 @@ class Method:
 
     name: str
     strength: float
-    closing: float = CLOSING_TOLERANCE
+    closing: float = DEFAULT_SPARSITY
 
     @property
     def kind(self) -> str:
@@ -103,6 +103,8 @@ CANDIDATES = (
     *(Method("switch", strength) for strength in (0.1, 0.3)),
 )
 TOLERANCES = (0.02, 0.05, 0.1)
+PENALTY_FROM = 0.5
+"""Part of the training before a penalty sets in, for modes to form."""
 
 
 class Sources:

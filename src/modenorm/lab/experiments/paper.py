@@ -13,7 +13,7 @@ from typing import Any
 
 from modenorm.lab.data.folder import STAND_INS, folder_name, folder_path, recognise
 from modenorm.lab.training import TrainConfig
-from modenorm.sparsity import DEFAULT_STRENGTH
+from modenorm.lab.training.closing import DEFAULT_SPARSITY
 
 Published = tuple[float, float | None] | None
 """Mean and standard deviation; None where nothing was published."""
@@ -75,7 +75,7 @@ NORMS: dict[str, dict[str, Any]] = {
     "MN K=4": {"norm": "mn", "modes": 4},
     "MN K=6": {"norm": "mn", "modes": 6},
     "MN K=8": {"norm": "mn", "modes": 8},
-    "MN auto": {"norm": "mn", "modes": 8, "sparsity": DEFAULT_STRENGTH["entropy"]},
+    "MN auto": {"norm": "mn", "modes": 8, "sparsity": DEFAULT_SPARSITY},
     "MGN K=2": {"norm": "mgn", "modes": 2},
     "MGN K=2, pixel variance": {"norm": "mgn", "modes": 2, "variance": "pixel"},
     "MN K=2, standardised gate": {"norm": "mn", "modes": 2, "gate": "standardized"},

@@ -73,10 +73,9 @@ def compile_form(form: Form, device: torch.device) -> None:
     lane = Lane(device)
     lane.join()
     with lane.enter():
-        for regularised in (False, True) if form.config.sparsity else (False,):
-            step.loader.load(0, 1)
-            step.loader.feed()
-            step(regularised)
+        step.loader.load(0, 1)
+        step.loader.feed()
+        step()
     lane.synchronize()
 
 

@@ -11,14 +11,14 @@ from modenorm.lab.data.loader import Batches
 from modenorm.pruning import DEFAULT_TOLERANCE, Pruning
 from modenorm.resizing import close_modes
 
-CLOSING_TOLERANCE = 2 * DEFAULT_TOLERANCE
-"""Of closing: twice as much as at the end, since training goes on and makes up for it."""
+DEFAULT_SPARSITY = 2 * DEFAULT_TOLERANCE
+"""Tolerance of closing: twice as much as at the end, since training goes on and makes up for it."""
 PRUNING_SAMPLES = 2048
 """Of the training set: on these the smaller model is compared with the larger one."""
 
 
 def pruned(
-    model: nn.Module, loader: Batches, batches: int, tolerance: float = DEFAULT_TOLERANCE
+    model: nn.Module, loader: Batches, batches: int, tolerance: float
 ) -> tuple[nn.Module, Pruning]:
     """A smaller copy of the model, and what was pruned.
 
@@ -42,16 +42,23 @@ def _first_images(loader: Batches, batches: int) -> list[Tensor]:
 
 
 @torch.no_grad()
-def close(model: nn.Module, loader: Batches, batches: int, momentum: Mapping[str, Tensor]) -> None:
+def close(
+    model: nn.Module,
+    loader: Batches,
+    batches: int,
+    tolerance: float,
+    momentum: Mapping[str, Tensor],
+) -> None:
     """Close the modes that make little difference; all tensors stay in place, for captured steps.
 
     Args:
         model: Changed in place.
         loader: Gives its first batches, and has to be loaded again afterwards.
         batches: How many.
+        tolerance: As for `prune_modes`.
         momentum: Of the parameters, by name; forgotten where modes changed places.
     """
-    smaller, _ = pruned(model, loader, batches, CLOSING_TOLERANCE)
+    smaller, _ = pruned(model, loader, batches, tolerance)
     changed = {id(parameter) for parameter in close_modes(model, smaller)}
     for name, parameter in model.named_parameters():
         if name in momentum and id(parameter) in changed:

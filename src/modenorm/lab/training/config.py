@@ -40,9 +40,9 @@ class TrainConfig:
         norm: The normalization: bn, in, ln, gn, mn or mgn.
         modes: K of mn and mgn; or {name pattern: K}, where the first pattern that matches a norm's
             name decides.
-        sparsity: Strength of the penalty on modes that mn does not need (`ModeSparsity`), from half
-            of the training until modes that make little difference are closed; the others are
-            pruned at the end. 0 to keep all modes.
+        sparsity: By how much the outputs may change, relative to their standard deviation, when
+            modes that make little difference are closed at 70 % of the training (mn); half as much
+            when modes are pruned at the end. 0 to keep all modes.
         groups: Groups of gn.
         options: Further arguments of the model, such as {"activation": "sigmoid"} of lenet.
         where: Replace "all" norms of the model, or only the "first".

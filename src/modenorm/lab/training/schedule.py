@@ -5,13 +5,8 @@ from dataclasses import dataclass
 
 from modenorm.lab.training.config import TrainConfig
 
-PENALTY_FROM = 0.5
-"""Part of the training before the penalty on modes sets in, for modes to form."""
-PENALTY_EVERY = 16
-"""The penalty is in every 16th step, 16 times as strong: it then costs next to nothing."""
 CLOSING = 0.7
-"""Part of the training before modes are closed; the penalty ends then, and the rest of the training
-makes up for what closing changed."""
+"""Part of the training before modes are closed; the rest of it makes up for what that changed."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +60,6 @@ class Schedule:
     def evaluates_at(self, step: int) -> bool:
         """Whether the test set is looked at after `step` finished steps."""
         return step in self.evaluations
-
-    def penalty_at(self, step: int) -> bool:
-        """Whether the step that follows `step` finished ones has the penalty on modes."""
-        due = PENALTY_FROM * self.total <= step < self.closing
-        return due and step % PENALTY_EVERY == 0
 
     def next_stop(self, step: int) -> int:
         """The next step at which something other than plain training happens."""

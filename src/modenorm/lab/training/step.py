@@ -8,12 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from modenorm import ModeSparsity
 from modenorm.lab.data.loader import Batches, derive_seed
 from modenorm.lab.training.checkpoint import build_model
 from modenorm.lab.training.config import TrainConfig
 from modenorm.lab.training.ranks import Ranks
-from modenorm.lab.training.schedule import PENALTY_EVERY
 from modenorm.lab.training.sources import TrainingData, batches_for
 
 WARM_UP_STEPS = 3
@@ -72,7 +70,6 @@ class Step:
         dtype: Autocast to it unless it is float32.
         batch: Samples in the batches of all ranks together.
         ranks: Those who train the model together.
-        sparsity: The penalty of regularised steps; None for a training without.
     """
 
     def __init__(
@@ -86,10 +83,8 @@ class Step:
         dtype: torch.dtype,
         batch: int,
         ranks: Ranks,
-        sparsity: ModeSparsity | None = None,
     ) -> None:
         self.model, self.loader, self.dtype = model, loader, dtype
-        self.sparsity = sparsity
         self.lr = torch.zeros((), device=device)
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self._momentum, self._weight_decay = momentum, weight_decay
@@ -126,9 +121,6 @@ class Step:
         model.to(device)
         if config.channels_last:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        sparsity = None
-        if config.sparsity:
-            sparsity = ModeSparsity(model, PENALTY_EVERY * config.sparsity)
         return cls(
             model,
             batches_for(config, data, total, capacity, ranks.share(config.batch)),
@@ -138,15 +130,14 @@ class Step:
             dtype=getattr(torch, config.dtype),
             batch=config.batch,
             ranks=ranks,
-            sparsity=sparsity,
         )
 
-    def __call__(self, regularised: bool = False) -> None:
+    def __call__(self) -> None:
         """Take one step; nothing here waits for a CUDA device."""
         with _fast_convolutions(self.dtype):
-            self._take(regularised)
+            self._take()
 
-    def _take(self, regularised: bool) -> None:
+    def _take(self) -> None:
         images, labels = self.loader.next_batch()
         with torch.autocast(images.device.type, self.dtype, enabled=self.dtype != torch.float32):
             logits = self.forward(images)
@@ -158,17 +149,9 @@ class Step:
             # ranks may have more or fewer samples; gradients are averaged over ranks
             loss = loss * (len(labels) / self._batch)
             objective = loss * self._ranks.size
-        if regularised:
-            objective = objective + self._penalty()
         objective.backward()
         self._update()
         self.loss_sum.add_(loss.detach())
-        if self.sparsity is not None:
-            self.sparsity.forget()
-
-    def _penalty(self) -> Tensor:
-        assert self.sparsity is not None
-        return self.sparsity()
 
     @torch.no_grad()
     def _update(self) -> None:
@@ -230,9 +213,7 @@ def compiled(model: nn.Module) -> Callable[..., Any]:
     return torch.compile(model, dynamic=False)
 
 
-def capture(
-    step: Step, generators: Sequence[torch.Generator], lane: Lane, regularised: bool = False
-) -> Callable[[], None]:
+def capture(step: Step, generators: Sequence[torch.Generator], lane: Lane) -> Callable[[], None]:
     """Capture a step as one CUDA graph and return its replay; the training's state stays as it is.
 
     The warm-up steps that a capture needs (libraries initialise, kernels compile) do change the
@@ -243,7 +224,7 @@ def capture(
     with lane.enter():
         saved = [tensor.clone() for tensor in tensors]
         for _ in range(WARM_UP_STEPS):
-            step(regularised)
+            step()
         for tensor, before in zip(tensors, saved, strict=True):
             tensor.copy_(before)
     lane.synchronize()
@@ -254,5 +235,5 @@ def capture(
         graph.register_generator_state(generator)
     # thread_local: other trainings' queued work and pinned copies must not end the capture
     with torch.cuda.graph(graph, stream=lane.stream, capture_error_mode="thread_local"):
-        step(regularised)
+        step()
     return graph.replay

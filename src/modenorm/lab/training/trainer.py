@@ -135,8 +135,6 @@ class Training:
                 if ended:
                     break
                 yield from self._train(advance)
-            if self._step.sparsity is not None:
-                self._step.sparsity.remove()
             if self.ranks.leads:
                 smaller = (yield from self._prune()) if self.run.config.sparsity else {}
                 self.run.finish(self._result() | smaller)
@@ -220,8 +218,8 @@ class Training:
         if not self.run.config.sync or self.lane.device.type == "cpu":
             self.ranks.take(list(self.model.buffers()))
 
-    def _prepare(self) -> Callable[[bool], None]:
-        """The step, plain or with the penalty on modes."""
+    def _prepare(self) -> Callable[[], None]:
+        """What takes a step."""
         self.lane.join()
         if self.position.step == self.schedule.total:
             return self._step
@@ -232,11 +230,9 @@ class Training:
         if self.lane.stream is None or self.ranks.size > 1:
             return self._step
         self._load_chunk()
-        kinds = (False, True) if self.run.config.sparsity else (False,)
-        graphs = [capture(self._step, generators(self.model), self.lane, kind) for kind in kinds]
-        return lambda regularised: graphs[regularised]()
+        return capture(self._step, generators(self.model), self.lane)
 
-    def _train(self, advance: Callable[[bool], None]) -> Turns:
+    def _train(self, advance: Callable[[], None]) -> Turns:
         """Train until the chunk ends or something else is due, and look at the loss."""
         stop = self._load_chunk()
         while self.position.step < stop:
@@ -245,7 +241,7 @@ class Training:
                 for step in range(self.position.step, self.position.step + count):
                     self._draw_apart(step)
                     self._step.loader.feed()
-                    advance(self.schedule.penalty_at(step))
+                    advance()
             self.position.step += count
             if self.position.step == self.schedule.closing:
                 self._close()  # before anybody can write a checkpoint of this step
@@ -329,9 +325,10 @@ class Training:
         """
         self.lane.synchronize()
         self._finite_tensors()
-        loader, buffers = self._step.loader, self._step.momentum_buffers
+        given = (self._step.loader, self._pruning_batches(), self.run.config.sparsity)
+        buffers = self._step.momentum_buffers
         with self.lane.enter():
-            self.ranks.first(lambda: close(self.model, loader, self._pruning_batches(), buffers))
+            self.ranks.first(lambda: close(self.model, *given, buffers))
             self.ranks.take([*self.model.state_dict().values(), *buffers.values()])
 
     def _pruning_batches(self) -> int:
@@ -343,7 +340,8 @@ class Training:
         self.lane.synchronize()
         config = self.run.config
         with self.lane.enter():
-            model, report = pruned(self.model, self._step.loader, self._pruning_batches())
+            given = (self._step.loader, self._pruning_batches(), config.sparsity / 2)
+            model, report = pruned(self.model, *given)
             names = self.data.about.domain_names
             counts = count_errors(model, self.data.test, len(names), self._dtype)
         found = errors((yield from self.lane.fetch(counts)), names)
