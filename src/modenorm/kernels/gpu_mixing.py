@@ -42,14 +42,14 @@ def _gates_kernel(
     modes = tl.arange(0, BLOCK_K)
     mask_k = modes < num_modes
     sums = tl.zeros([BLOCK_K, BLOCK_C], tl.float32)
-    zeros = tl.zeros([BLOCK_C], tl.float32)
+    bad = tl.zeros([BLOCK_C], tl.float32)
     for start in range(0, num_channels, BLOCK_C):
         channels = start + tl.arange(0, BLOCK_C)
         mask_c = channels < num_channels
         mean = tl.load(mean_ptr + sample * num_channels + channels, mask=mask_c, other=0.0)
         var = tl.load(var_ptr + sample * num_channels + channels, mask=mask_c, other=0.0)
         most = (4.0 * mean * mean + var) * tl.num_programs(0)  # of the sums in _statistics_kernel
-        zeros += most - most  # NaN if it is NaN or infinite
+        bad += tl.where(most < float("inf"), 0.0, 1.0)
         if HAS_GATE:
             offs = modes[:, None] * num_channels + channels[None, :]
             mask = mask_k[:, None] & mask_c[None, :]
@@ -64,7 +64,8 @@ def _gates_kernel(
         tl.store(gates_ptrs, gates, mask=mask_k)
     else:
         gates = tl.load(gates_ptrs, mask=mask_k, other=0.0)
-    finite = tl.sum(zeros, 0) + tl.sum(gates - gates, 0) == 0.0
+    bad_gates = tl.where(tl.abs(gates) < float("inf"), 0.0, 1.0)
+    finite = tl.sum(bad, 0) + tl.sum(bad_gates, 0) == 0.0
     tl.store(finite_ptr + sample, tl.where(finite, 1.0, 0.0))
 
 
