@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint docs format browser test-browser test-gpu clean
+.PHONY: demo test lint docs pictures format browser test-browser test-gpu clean
 
 demo: $(STAMP)
 	$(BIN)/modenorm demo
@@ -28,6 +28,11 @@ browser:
 docs: $(STAMP)
 	$(BIN)/sphinx-build --quiet --fresh-env --fail-on-warning -d site/.doctrees docs site
 	@echo "open site/index.html"
+
+# The picture of the report page in README.md and docs/modes.md, from a demo of three seeds.
+pictures: $(STAMP) browser
+	$(BIN)/modenorm demo --seeds 3 -o build/pictures
+	$(BIN)/python docs/picture.py build/pictures/report.html
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,0 +1,35 @@
+"""Draw docs/img/report.png from the page of a demo: make pictures.
+
+Needs Chromium and the package playwright.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+from playwright.sync_api import Page, sync_playwright
+
+SHOWN = ("results", "modes", "gallery")
+"""Sections of the page; the others are left out."""
+RUN = "lenet on builtin: MN K=4, seed 0"
+
+
+def draw(page: Page, output: Path) -> None:
+    """Take the picture of the sections that are shown, one under the other."""
+    for select in ("#modes-run", "#gallery-run"):
+        page.select_option(select, label=RUN)
+    hidden = "section" + "".join(f":not(#{name})" for name in SHOWN)
+    page.add_style_tag(content=f"{hidden} {{ display: none }}")
+    page.wait_for_timeout(500)  # for the charts to find their places
+    page.locator("main").screenshot(path=output)
+
+
+if __name__ == "__main__":
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"))
+        page = browser.new_page(viewport={"width": 1180, "height": 900})
+        page.goto(Path(sys.argv[1]).resolve().as_uri())
+        draw(page, Path(__file__).parent / "img" / "report.png")
+        browser.close()
