@@ -97,6 +97,18 @@ def test_settings_reach_the_configuration(command: Command) -> None:
     assert (config.norm, config.modes, config.gate) == ("mgn", 4, "standardized")
 
 
+def test_automatic_modes_need_no_norm(command: Command) -> None:
+    code, out, _ = command(
+        "train", *SHORT, "--modes", "auto", "--max-modes", "3", "--sparsity", "0.05"
+    )
+    assert code == 0
+    assert "needs these modes: stage1.norm" in out
+    assert command("train", *SHORT)[0] == 0
+    configs = [run.config for run in find_runs(Path("runs"))]
+    assert sorted((c.norm, c.sparsity) for c in configs) == [("bn", 0.0), ("mn", 0.05)]
+    assert {c.modes for c in configs if c.norm == "mn"} == {3}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -106,6 +118,8 @@ def test_settings_reach_the_configuration(command: Command) -> None:
         (["--dataset", "cifar10"], "cifar"),
         (["--batch", "0"], "batch is 0"),
         (["--milestones", "a,b"], "expected whole numbers"),
+        (["--norm", "mgn", "--modes", "auto"], "--modes auto is for mn alone: use --norm mn"),
+        (["--modes", "auto", "--sparsity", "0"], "needs a --sparsity above 0"),
         (["--options", "tanh"], "expected NAME=VALUE"),
         (["--options", "colour=1"], "colour"),
         (["--device", "tpu"], "unknown device 'tpu'"),
