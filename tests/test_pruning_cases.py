@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from modenorm import ModeNorm2d, ModeSparsity, prune_modes
+from modenorm import ModeNorm2d, ModeSparsity, match_modes, prune_modes
 from modenorm.resizing import combine_modes
 
 torch.set_num_threads(1)
@@ -88,6 +88,17 @@ def test_a_shared_gate_is_left():
     report = prune_modes(model, [images()], tolerance=0.5)
     assert report.num_modes == {"1": 4, "2": 4}
     assert "another layer has the same gate" in str(report)
+
+
+def test_a_shared_gate_matches_a_state():
+    saved, model = (
+        nn.Sequential(*(ModeNorm2d(3, k, gate=gate, per_mode_affine=True) for _ in range(2)))
+        for k, gate in ((4, nn.Linear(3, 4)), (2, nn.Linear(3, 2)))
+    )
+    assert match_modes(model, saved.state_dict()) == {"0": (2, 4), "1": (2, 4)}
+    model.load_state_dict(saved.state_dict())
+    assert model[0].gate is model[1].gate
+    assert torch.equal(model(images()), saved(images()))
 
 
 @pytest.mark.filterwarnings("error")

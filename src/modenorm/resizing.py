@@ -191,6 +191,7 @@ def set_num_modes(layer: Layer, num_modes: int) -> None:
     rows = mode_rows(layer)
     if isinstance(layer, ModeNorm):
         linear = last_linear(layer.gate, layer.num_modes)
+        linear = linear or last_linear(layer.gate, num_modes)  # changed along with another layer
         if linear is None:
             raise ValueError(
                 f"the gate is {type(layer.gate).__name__}, whose number of modes can't be changed; "
