@@ -8,7 +8,7 @@ import torch
 
 from modenorm.lab.cli import main
 from modenorm.lab.data import DataSet, ImageSet
-from modenorm.lab.training import Run, Training, find_runs, sources
+from modenorm.lab.training import Run, Training, find_runs, load_model, sources
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -95,6 +95,15 @@ def test_settings_reach_the_configuration(command: Command) -> None:
     assert config.weight_decay == 0.001
     assert config.options == {"activation": "tanh"}
     assert (config.norm, config.modes, config.gate) == ("mgn", 4, "standardized")
+
+
+def test_modes_per_layer_are_read_back(command: Command) -> None:
+    code, _, _ = command("train", *SHORT, "--norm", "mn", "--modes", "stage1.*=4,*=2")
+    assert code == 0
+    (run,) = find_runs(Path("runs"))
+    assert run.config.run_id == run.path.name
+    model, _ = load_model(run.checkpoint)
+    assert [len(model.get_buffer(f"stage{i}.norm.running_mean")) for i in (1, 2)] == [4, 2]
 
 
 def test_automatic_modes_need_no_norm(command: Command) -> None:
