@@ -111,6 +111,37 @@ def test_empty_batches_count_for_nothing():
     assert report == prune_modes(other, [x], tolerance=0.5)
 
 
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, amsgrad=True),
+    "adagrad": torch.optim.Adagrad,
+    "adafactor": torch.optim.Adafactor,
+}
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_an_optimizer_goes_on_with_a_batch_norms_parameters(make):
+    """Those of a layer with parameters per mode are others than before."""
+    model, x = small_model(per_mode_affine=True), images()
+    optimizer = make(model.parameters())
+    train(model, optimizer, x)
+    prune_modes(model, [x], tolerance=0.5, optimizer=optimizer, batchnorm=True)
+    assert type(model[1]) is nn.BatchNorm2d
+    before = copy.deepcopy(model.state_dict())
+    train(model, optimizer, x)
+    for name in ("1.weight", "1.bias"):
+        assert not torch.equal(model.get_parameter(name), before[name])
+
+
+def test_the_state_of_a_batch_norms_parameters():
+    model, x = small_model(per_mode_affine=True), images()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    train(model, optimizer, x)
+    momentum = optimizer.state[model[1].bias]["momentum_buffer"].sum(0)
+    prune_modes(model, [x], tolerance=0.5, optimizer=optimizer, batchnorm=True)
+    torch.testing.assert_close(optimizer.state[model[1].bias]["momentum_buffer"], momentum)
+
+
 class Called(nn.Module):
     """A layer with one mode, called with what a batch norm doesn't take."""
 

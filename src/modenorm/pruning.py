@@ -19,6 +19,7 @@ from modenorm.convert import acts_as_batchnorm, turn_to_batchnorm
 from modenorm.fewer_modes import LayerView, furthest, leave_shared, watching
 from modenorm.gates import LinearGate
 from modenorm.modes import evaluating
+from modenorm.parameters import exchange_parameter
 from modenorm.pruning_report import LayerPruning, Pruning
 from modenorm.recording import mode_layers
 from modenorm.resizing import Layer
@@ -100,7 +101,7 @@ def prune_modes(
     stops = {name: furthest(path, limit) for name, path in paths.items()}
     for name, layer in layers.items():
         views[name].shrink(layer, stops[name], optimizer)
-    turned = _turn_to_batchnorm(model, views) if batchnorm else {}
+    turned = _turn_to_batchnorm(model, views, optimizer) if batchnorm else {}
     change = _difference(before, _outputs(model, inputs)) / scale
     found = tuple(view.describe(name, stops[name], name in turned) for name, view in views.items())
     return Pruning(found, change, tolerance, sum(map(len, inputs)))
@@ -127,14 +128,22 @@ def _has_switches(layer: Layer) -> bool:
     return isinstance(gate, LinearGate) and bool(gate.bias_changes)
 
 
-def _turn_to_batchnorm(model: nn.Module, views: Mapping[str, LayerView]) -> dict[str, nn.Module]:
+def _turn_to_batchnorm(
+    model: nn.Module, views: Mapping[str, LayerView], optimizer: Optimizer | None
+) -> dict[str, nn.Module]:
     """The batch norms in place of layers that do no more than one does; the model itself stays."""
     found: dict[nn.Module, str] = {
         view.layer: name
         for name, view in views.items()
         if name and not view.takes_more and acts_as_batchnorm(view.layer, 0.0)
     }
-    return turn_to_batchnorm(model, found)
+    turned = turn_to_batchnorm(model, found)
+    for layer, name in found.items():
+        for key in ("weight", "bias"):
+            before, after = getattr(layer, key), getattr(turned[name], key)
+            if optimizer is not None and before is not after:  # it had a row for each mode
+                exchange_parameter(optimizer, before, after)
+    return turned
 
 
 def _largest(limits: Sequence[float], tolerated: Callable[[float], bool]) -> float:
