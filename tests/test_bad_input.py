@@ -276,6 +276,30 @@ def test_starved_mode_is_finite_and_keeps_its_estimates(options, mean, backend):
     assert layer.num_batches_tracked == 1
 
 
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize(
+    "shapes", [[(2, 4)] * 2, [(2, 2)] * 2, [(3,)] * 2, [(2, 3), (2, 1)]], ids=str
+)
+def test_running_estimates_of_another_shape(shapes, training, backend):
+    x, gates = torch.randn(4, 3, 2, 2), torch.full((4, 2), 0.5)
+    state = [torch.ones(shape) for shape in shapes]
+    with pytest.raises(ValueError) as error:
+        functional.mode_norm(x, gates, *state, training=training)
+    assert_says(error, *map(str, shapes), "must be (K, 3)", "(4, 3, 2, 2)")
+    assert all((t == 1).all() for t in state)
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@pytest.mark.parametrize("shape", [(), (2,), (2, 4), (2, 1, 3)], ids=str)
+def test_affine_parameters_of_another_shape(name, shape):
+    x, given = torch.randn(4, 3, 2, 2), {name: torch.ones(shape)}
+    with pytest.raises(ValueError) as error:
+        functional.mode_norm(x, torch.full((4, 2), 0.5), training=True, **given)
+    assert_says(error, f"{name} has shape {shape}", "(3,) or (K, 3)")
+    with pytest.raises(ValueError, match=f"{name} has shape"):
+        functional.mode_group_norm(x, torch.ones(2), torch.zeros(2), **given)
+
+
 def test_a_gate_that_underflows_is_finite(backend):
     layer = modenorm.ModeNorm2d(3, 2)
     with torch.no_grad():

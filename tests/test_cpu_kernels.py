@@ -385,7 +385,7 @@ def test_what_c_does_not_take_is_left_to_torch(extra):
 
 def test_wrong_sizes_are_refused_as_ever():
     x = tensor((5, 3, 4, 4))
-    with pytest.raises(RuntimeError):
+    with pytest.raises(ValueError, match="weight"):
         functional.mode_norm(x, torch.rand(5, 2), weight=torch.randn(4), training=True)
     with pytest.raises(ValueError, match="gates"):
         functional.mode_norm(x, torch.rand(4, 2), training=True)

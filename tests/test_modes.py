@@ -177,3 +177,18 @@ def test_bad_input():
         mode_report(layer, [])
     with pytest.raises(ValueError, match="labels has 3 entries, but the batches hold 2 samples"):
         mode_report(layer, [torch.full((2, 2), 0.5)], labels=[0, 1, 2])
+
+
+@pytest.mark.parametrize("norm", [ModeNorm1d, ModeGroupNorm])
+def test_a_layer_may_be_called_by_keyword(norm):
+    class ByKeyword(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = norm(4, 3)
+
+        def forward(self, x):
+            return self.norm(x=x)
+
+    model, x = ByKeyword(), torch.randn(16, 4, 5)
+    (layer,), (expected,) = (mode_report(m, [x]).layers for m in (model, model.norm))
+    assert layer.statistics_distances == expected.statistics_distances

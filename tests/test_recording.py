@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import pickle
 import statistics
 import sys
 import time
@@ -84,6 +85,37 @@ def test_recordings_nest_and_everything_is_restored_after_an_exception():
     assert model[1].gate_listener is mine
     assert model[4].gate_listener is None
     assert [len(outer["1"]), len(outer["4"]), len(inner["1"]), len(heard)] == [3, 3, 1, 4]
+
+
+def test_recordings_may_end_in_any_order():
+    model, x = mode_model(), torch.randn(2, 3, 8, 8)
+    first, second = contextlib.ExitStack(), contextlib.ExitStack()
+    early = first.enter_context(record_gates(model))
+    late = second.enter_context(record_gates(model))
+    model(x)
+    first.close()
+    model(x)
+    second.close()
+    model(x)
+    assert [len(early["1"]), len(late["1"]), len(early["4"]), len(late["4"])] == [1, 2, 1, 2]
+    assert model[1].gate_listener is model[4].gate_listener is None
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
+    ids=["deepcopy", "pickle"],
+)
+@pytest.mark.parametrize("norm", [ModeNorm2d, ModeGroupNorm])
+def test_copies_of_a_recorded_model_are_not_recorded(norm, copied):
+    model, x = mode_model(norm), torch.randn(2, 3, 8, 8)
+    with record_gates(model) as gates:
+        other = copied(model)
+        other(x)
+        assert gates == {}
+        model(x)
+    assert len(gates["1"]) == 1
+    assert torch.equal(other(x), model(x))
 
 
 def test_recorded_gates_do_not_change_with_what_was_given():

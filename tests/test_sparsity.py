@@ -112,6 +112,49 @@ def test_bad_arguments():
         ModeSparsity(custom, method="switch")
 
 
+def test_a_refused_penalty_leaves_nothing_on_the_model():
+    """Also if only a later layer is why it is refused."""
+    model = nn.Sequential(ModeNorm1d(4, 2), ModeNorm1d(4, 2, gate=nn.Linear(4, 2, bias=False)))
+    with pytest.raises(ValueError, match="linear layer with a bias; got Linear"):
+        ModeSparsity(model, method="switch")
+    assert model[0].gate.bias_changes == ()
+    model(torch.randn(8, 4))
+
+
+def test_a_part_of_a_model_with_switches_can_be_called_by_itself():
+    model, x = small_model(), torch.randn(12, 3, 8, 8, dtype=torch.float64)
+    plain = copy.deepcopy(model)
+    ModeSparsity(model, method="switch")
+    # all switches are equally open at first
+    assert_close(model[:2](x), plain[:2](x), 1e-6)
+
+
+def test_a_penalty_is_removed_once():
+    model, x = small_model().eval(), torch.randn(12, 3, 8, 8, dtype=torch.float64)
+    sparsity = ModeSparsity(model, method="switch")
+    with torch.no_grad():
+        sparsity.log_odds.copy_(torch.tensor([-5.0, 2, 0.3, 1, 4, -6, 0]))
+    sparsity.remove()
+    before = model(x)
+    sparsity.remove()
+    assert torch.equal(model(x), before)
+
+
+def test_penalties_and_recordings_may_overlap():
+    model, x = small_model(), torch.randn(4, 3, 8, 8, dtype=torch.float64)
+    first = ModeSparsity(model)
+    with modenorm.record_gates(model) as gates:
+        model(x)
+        first.remove()
+        second = ModeSparsity(model)
+        model(x)
+    assert len(gates["1"]) == 2
+    model(x)
+    assert float(second().detach()) > 0
+    second.remove()
+    assert model[1].gate_listener is None
+
+
 def test_switches_are_the_hard_concrete_distribution():
     """Values by a count of many draws: P(z > 0) and the mean of the clamped variable."""
     torch.manual_seed(0)

@@ -13,9 +13,11 @@ from modenorm.mixing import RunningEstimates
 __all__ = [
     "Options",
     "as_mask",
+    "check_affine",
     "check_choice",
     "check_count",
     "check_eps",
+    "check_estimates",
     "check_input",
     "check_options",
 ]
@@ -40,6 +42,27 @@ def check_input(x: Tensor) -> None:
         )
     if not x.is_floating_point():
         raise ValueError(f"input is {x.dtype}; expected a floating-point type: use x.float()")
+
+
+def check_estimates(estimates: RunningEstimates, x: Tensor) -> None:
+    """Refuse estimates of other shapes, beyond whose end a kernel would read."""
+    mean, var = tuple(estimates.mean.shape), tuple(estimates.var.shape)
+    if len(mean) != 2 or mean != var or mean[1] != x.shape[1]:
+        raise ValueError(
+            f"running_mean and running_var have shapes {mean} and {var}; both must be "
+            f"(K, {x.shape[1]}): one row per mode, one column per channel of x, {tuple(x.shape)}"
+        )
+
+
+def check_affine(weight: Tensor | None, bias: Tensor | None, x: Tensor) -> None:
+    """Refuse a weight or bias for another number of channels."""
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is None or (tensor.ndim in (1, 2) and tensor.shape[-1] in (1, x.shape[1])):
+            continue
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)}; expected ({x.shape[1]},) or "
+            f"(K, {x.shape[1]}): a number for each channel of x, {tuple(x.shape)}"
+        )
 
 
 def check_eps(eps: float) -> None:

@@ -38,7 +38,7 @@ from modenorm.substitutes import (
     ModeNormNd,
 )
 
-__all__ = ["replace_batchnorm", "to_batchnorm"]
+__all__ = ["acts_as_batchnorm", "replace_batchnorm", "to_batchnorm", "turn_to_batchnorm"]
 
 Adapter = Callable[[Any, ModeNorm], nn.Module]
 
@@ -182,13 +182,18 @@ def to_batchnorm(model: nn.Module, tolerance: float = 0.0) -> dict[str, nn.Modul
     check_model(model)
     if tolerance < 0:
         raise ValueError(f"tolerance is {tolerance}; it must be at least 0")
-    found = {m: name for name, m in model.named_modules() if _acts_as_batchnorm(m, tolerance)}
+    found = {m: name for name, m in model.named_modules() if acts_as_batchnorm(m, tolerance)}
+    return turn_to_batchnorm(model, found)
+
+
+def turn_to_batchnorm(model: nn.Module, found: Mapping[nn.Module, str]) -> dict[str, nn.Module]:
+    """Replace these mode norms of a model, {layer: name}, by batch norms, in place."""
     frozen = [name for m, name in found.items() if getattr(m, "statistics_frozen", False)]
     if frozen:
         warnings.warn(
             f"the statistics of {listed(frozen)} were frozen; a batch norm holds them still only "
             f"while it is in evaluation mode: call eval() on it after model.train()",
-            stacklevel=2,
+            stacklevel=3,
         )
     replaced = {module: _batch_norm(module) for module in found}
     _swap(model, replaced)
@@ -287,7 +292,8 @@ def _swap(model: nn.Module, replaced: Mapping[nn.Module, nn.Module]) -> None:
                 parent._modules[key] = replaced[child]
 
 
-def _acts_as_batchnorm(module: nn.Module, tolerance: float) -> bool:
+def acts_as_batchnorm(module: nn.Module, tolerance: float) -> bool:
+    """Whether this is a mode norm that a batch norm can stand in for, in evaluation."""
     if type(module) not in SOURCES and getattr(module, "batchnorm_class", None) is None:
         return False
     assert isinstance(module, ModeNorm)

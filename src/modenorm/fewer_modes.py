@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,9 +24,15 @@ from modenorm.layers import ModeGroupNorm, ModeNorm
 from modenorm.modes import SMALLEST_GATE, statistics_distances
 from modenorm.pruning_report import LayerPruning
 from modenorm.recording import listening
-from modenorm.resizing import combine_modes, group_weights, last_linear, merged_statistics
+from modenorm.resizing import (
+    combine_modes,
+    group_weights,
+    last_linear,
+    merged_statistics,
+    mode_rows,
+)
 
-__all__ = ["LayerView", "Stop", "furthest", "watching"]
+__all__ = ["LayerView", "Stop", "furthest", "leave_shared", "watching"]
 
 NO_BETTER = 1e-6  # differences between changes that don't count
 MOST_SAMPLES = 2048  # of one layer's samples, for choosing what to merge
@@ -51,6 +58,7 @@ class LayerView:
     def __init__(self, layer: ModeNorm | ModeGroupNorm) -> None:
         self.layer = layer
         self.note = ""
+        self.takes_more = False  # gates or a mask, which a batch norm could not be called with
         self._means: list[Tensor] = []
         self._vars: list[Tensor] = []
         self._logs: list[Tensor] = []
@@ -62,12 +70,15 @@ class LayerView:
 
     def take_input(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Hear what the layer is called with; a forward pre-hook."""
+        self.takes_more |= len(args) > 1 or bool({"gates", "mask"} & kwargs.keys())
         given = kwargs.get("gates", args[1] if len(args) > 1 else None)
         if given is not None:
             self.note = "left: its gates are given from outside"
         if kwargs.get("mask", args[2] if len(args) > 2 else None) is not None:
             self.note = "left: its input has a mask"
         x = args[0] if args else kwargs["x"]
+        if x.numel() == 0:
+            return
         mean, var = plain.moments(x.detach())
         assert var is not None
         self._means.append(mean.double().cpu())
@@ -215,6 +226,15 @@ class LayerView:
             change=stop.change,
             batchnorm=batchnorm,
         )
+
+
+def leave_shared(views: Iterable[LayerView]) -> None:
+    """Mark layers that have rows of parameters in common: one can't have fewer modes alone."""
+    rows = {view: mode_rows(view.layer) for view in views}
+    owners = Counter(itertools.chain(*rows.values()))
+    for view, parameters in rows.items():
+        if any(owners[parameter] > 1 for parameter in parameters):
+            view.note = view.note or "left: another layer has the same gate or parameters"
 
 
 def _largest_of(distances: Tensor, group: tuple[int, ...]) -> float:

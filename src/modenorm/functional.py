@@ -7,7 +7,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from modenorm.checks import Options, check_choice, check_eps, check_options
+from modenorm.checks import (
+    Options,
+    check_affine,
+    check_choice,
+    check_eps,
+    check_estimates,
+    check_input,
+    check_options,
+)
 from modenorm.mixing import RunningEstimates
 from modenorm.paths import Gate, normalize_channels, normalize_modes
 
@@ -64,6 +72,8 @@ def mode_norm(
         >>> torch.allclose(y[:3].mean((0, 2, 3)), torch.zeros(3), atol=1e-6)
         True
     """
+    check_input(x)
+    check_affine(weight, bias, x)
     estimates = None
     if (running_mean is None) != (running_var is None):
         given, missing = "running_mean", "running_var"
@@ -72,6 +82,7 @@ def mode_norm(
         raise ValueError(f"{given} is given without {missing}; give both or neither")
     if running_mean is not None and running_var is not None:
         estimates = RunningEstimates(running_mean, running_var, num_batches_tracked, running_share)
+        check_estimates(estimates, x)
     options = Options(training, momentum, eps, running_update, gates_matter=False)
     check_options(options, estimates)
     return normalize_modes(x, gates, estimates, weight, bias, options, mask)[0]
@@ -110,6 +121,8 @@ def mode_group_norm(
         >>> mode_group_norm(x, torch.randn(2), torch.zeros(2)).shape
         torch.Size([2, 8, 4, 4])
     """
+    check_input(x)
+    check_affine(weight, bias, x)
     check_eps(eps)
     check_choice("variance", variance, ("pooled", "pixel"))
     if gate_weight.ndim != 1 or gate_weight.shape != gate_bias.shape:

@@ -24,7 +24,16 @@ __all__ = ["ModeGroupNorm", "ModeNorm1d", "ModeNorm2d", "ModeNorm3d"]
 GateListener = Callable[[Tensor], None]
 
 
-class ModeNorm(Float32Buffers):
+class _Heard(nn.Module):
+    """A layer whose gates somebody may hear; nobody hears those of its copies and pickles."""
+
+    gate_listener: GateListener | None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "gate_listener": None}
+
+
+class ModeNorm(_Heard, Float32Buffers):
     r"""What `ModeNorm1d`, `ModeNorm2d` and `ModeNorm3d` share; they differ in the ranks they take.
 
     Not a subclass of torch's `_BatchNorm`: converters for batch norm would replace it silently.
@@ -71,7 +80,7 @@ class ModeNorm(Float32Buffers):
         self.per_mode_affine = per_mode_affine
         self.running_update = running_update
         self.statistics_frozen = False
-        self.gate_listener: GateListener | None = None
+        self.gate_listener = None
         self.gate = make_gate(gate, num_features, num_modes, device, dtype)
         self._add_affine(device, dtype)
         self._add_running(device, dtype)
@@ -277,7 +286,7 @@ class ModeNorm3d(ModeNorm):
     _ranks = (5,)
 
 
-class ModeGroupNorm(nn.Module):
+class ModeGroupNorm(_Heard):
     r"""Mode group normalization: each sample's channels are assigned softly to K modes.
 
     .. math:: y = (\alpha / K) \sum_k (x - \mu_k) / \sqrt{\sigma_k^2 + \epsilon} + \beta
@@ -329,7 +338,7 @@ class ModeGroupNorm(nn.Module):
         self.eps = eps
         self.affine = affine
         self.variance = variance
-        self.gate_listener: GateListener | None = None
+        self.gate_listener = None
         kind: dict[str, Any] = {"device": device, "dtype": dtype}
         self.gate_weight = nn.Parameter(torch.empty(num_modes, **kind))
         self.gate_bias = nn.Parameter(torch.empty(num_modes, **kind))

@@ -83,7 +83,7 @@ def _watching_inputs(meters: Iterable[_Meter]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for meter in meters:
             if not meter.has_estimates:
-                handle = meter.layer.register_forward_pre_hook(meter.take_input)
+                handle = meter.layer.register_forward_pre_hook(meter.take_input, with_kwargs=True)
                 stack.callback(handle.remove)
         yield
 
@@ -138,8 +138,8 @@ class _Meter:
         count = getattr(self.layer, "num_batches_tracked", None)
         return count is not None and int(count) > 0
 
-    def take_input(self, _: nn.Module, arguments: tuple[Any, ...]) -> None:
-        self._input = arguments[0]
+    def take_input(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._input = args[0] if args else kwargs["x"]
 
     def listen(self, gates: Tensor) -> None:
         if gates.numel() == 0:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.optim import Adagrad, Optimizer
+from torch.optim import Adafactor, Adagrad, Optimizer
 
 from modenorm.layers import ModeGroupNorm, ModeNorm
 
-__all__ = ["NormParameters", "add_gates", "norm_parameters"]
+__all__ = ["NormParameters", "add_gates", "exchange_parameter", "norm_parameters"]
 
 NORMS = (ModeNorm, ModeGroupNorm, _NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
@@ -80,8 +80,8 @@ def add_gates(optimizer: Optimizer, norms: dict[str, tuple[nn.Module, ModeNorm]]
         group = next((group_of[id(p)] for p in old.parameters() if id(p) in group_of), groups[0])
         for key in ("weight", "bias"):
             before, after = getattr(old, key), getattr(layer, key)
-            if before is not after and id(before) in group_of:
-                _exchange(optimizer, group_of[id(before)], before, after)
+            if before is not after and before is not None:
+                exchange_parameter(optimizer, before, after)
         fresh = {n: p for n, p in layer.gate.named_parameters() if id(p) not in group_of}
         group["params"].extend(fresh.values())
         if "param_names" in group:
@@ -92,14 +92,18 @@ def add_gates(optimizer: Optimizer, norms: dict[str, tuple[nn.Module, ModeNorm]]
             optimizer.state.update(Adagrad(fresh.values(), **settings).state)
 
 
-def _exchange(
-    optimizer: Optimizer, group: dict[str, Any], before: nn.Parameter, after: nn.Parameter
-) -> None:
-    place = next(i for i, p in enumerate(group["params"]) if p is before)
-    group["params"][place] = after
+def exchange_parameter(optimizer: Optimizer, before: nn.Parameter, after: nn.Parameter) -> None:
+    """Put a parameter, with a row for each mode or without, in the place of one of the other kind.
+
+    The state of a row is copied to each, or that of all rows added up; Adafactor's, which is in
+    parts that depend on the number of dimensions, begins anew.
+    """
+    for group in optimizer.param_groups:
+        group["params"][:] = [after if p is before else p for p in group["params"]]
     state = optimizer.state.pop(before, {})
     for key, value in state.items():
         if isinstance(value, Tensor) and value.shape == before.shape:
-            state[key] = value.expand_as(after).clone()
-    if state:
+            rows = value.ndim > after.ndim
+            state[key] = value.sum(0) if rows else value.expand_as(after).clone()
+    if state and not isinstance(optimizer, Adafactor):
         optimizer.state[after] = state

@@ -7,18 +7,23 @@ model computes.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
-from modenorm.convert import to_batchnorm
-from modenorm.fewer_modes import LayerView, furthest, watching
+from modenorm.convert import acts_as_batchnorm, turn_to_batchnorm
+from modenorm.fewer_modes import LayerView, furthest, leave_shared, watching
+from modenorm.gates import LinearGate
 from modenorm.modes import evaluating
+from modenorm.parameters import exchange_parameter
 from modenorm.pruning_report import LayerPruning, Pruning
 from modenorm.recording import mode_layers
+from modenorm.resizing import Layer
+from modenorm.selection import check_model, listed
 
 __all__ = ["DEFAULT_TOLERANCE", "LayerPruning", "Pruning", "prune_modes"]
 
@@ -43,8 +48,8 @@ def prune_modes(
     outputs; that is chosen as large as the model's own outputs, in evaluation, allow. With a
     tolerance of 0 nothing is changed but what makes no difference at all.
 
-    Gates must end in a linear layer; other layers are left, and so are those that got their gates
-    from outside. Parameters stay the same objects.
+    Gates must end in a linear layer of their own; other layers are left, and so are those that got
+    their gates from outside. Parameters stay the same objects.
 
     Args:
         model: Changed in place.
@@ -71,13 +76,15 @@ def prune_modes(
     """
     if not tolerance >= 0:
         raise ValueError(f"tolerance is {tolerance}; it must be at least 0")
+    if batchnorm:
+        check_model(model)
     layers = mode_layers(model)
-    if not layers:
-        raise ValueError("prune_modes found no mode norm or mode group norm in the model")
+    _check_prunable(layers, optimizer)
     inputs = [batch if isinstance(batch, Tensor) else batch[0] for batch in batches]
     if sum(map(len, inputs)) == 0:
         raise ValueError("prune_modes got no samples; give it at least one batch of model inputs")
     views = {name: LayerView(layer) for name, layer in layers.items()}
+    leave_shared(views.values())
     with watching(views.values()):
         before = _outputs(model, inputs)
     paths = {name: view.path() for name, view in views.items()}
@@ -89,15 +96,54 @@ def prune_modes(
             views[name].shrink(layer, furthest(paths[name], limit))
         return _difference(before, _outputs(trial, inputs)) / scale
 
-    changes = sorted({stop.change for path in paths.values() for stop in path})
+    changes = sorted({s.change for path in paths.values() for s in path if s.change < math.inf})
     limit = _largest(changes, lambda limit: change_with(limit) <= tolerance)
     stops = {name: furthest(path, limit) for name, path in paths.items()}
     for name, layer in layers.items():
         views[name].shrink(layer, stops[name], optimizer)
-    turned = to_batchnorm(model) if batchnorm else {}
+    turned = _turn_to_batchnorm(model, views, optimizer) if batchnorm else {}
     change = _difference(before, _outputs(model, inputs)) / scale
     found = tuple(view.describe(name, stops[name], name in turned) for name, view in views.items())
     return Pruning(found, change, tolerance, sum(map(len, inputs)))
+
+
+def _check_prunable(layers: Mapping[str, Layer], optimizer: Optimizer | None) -> None:
+    if not layers:
+        raise ValueError("prune_modes found no mode norm or mode group norm in the model")
+    if isinstance(optimizer, LBFGS):
+        raise ValueError(
+            "the optimizer is LBFGS, whose history is of all parameters in one row and can't be "
+            "changed along; prune without optimizer= and make a new LBFGS afterwards"
+        )
+    switched = [name for name, layer in layers.items() if _has_switches(layer)]
+    if switched:
+        raise ValueError(
+            f"a ModeSparsity has its switches on {listed(switched)}, one for each mode; call its "
+            f"remove() before prune_modes"
+        )
+
+
+def _has_switches(layer: Layer) -> bool:
+    gate = getattr(layer, "gate", None)
+    return isinstance(gate, LinearGate) and bool(gate.bias_changes)
+
+
+def _turn_to_batchnorm(
+    model: nn.Module, views: Mapping[str, LayerView], optimizer: Optimizer | None
+) -> dict[str, nn.Module]:
+    """The batch norms in place of layers that do no more than one does; the model itself stays."""
+    found: dict[nn.Module, str] = {
+        view.layer: name
+        for name, view in views.items()
+        if name and not view.takes_more and acts_as_batchnorm(view.layer, 0.0)
+    }
+    turned = turn_to_batchnorm(model, found)
+    for layer, name in found.items():
+        for key in ("weight", "bias"):
+            before, after = getattr(layer, key), getattr(turned[name], key)
+            if optimizer is not None and before is not after:  # it had a row for each mode
+                exchange_parameter(optimizer, before, after)
+    return turned
 
 
 def _largest(limits: Sequence[float], tolerated: Callable[[float], bool]) -> float:
@@ -134,4 +180,10 @@ def _difference(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
 def _deviation(outputs: Sequence[Tensor]) -> float:
     if not sum(map(len, outputs)):
         raise ValueError("prune_modes compares the model's outputs, but it returned no tensor")
-    return float(torch.cat(list(outputs)).std(correction=0)) or 1.0
+    deviation = float(torch.cat(list(outputs)).std(correction=0))
+    if not math.isfinite(deviation):
+        raise ValueError(
+            "prune_modes compares the model's outputs, but on these batches they hold NaN or "
+            "infinity; leave out the samples that lead to it"
+        )
+    return deviation or 1.0

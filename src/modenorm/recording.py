@@ -94,32 +94,44 @@ def mode_layers(model: nn.Module) -> dict[str, ModeNorm | ModeGroupNorm]:
 def listening(listeners: Iterable[tuple[nn.Module, GateListener]]) -> Iterator[None]:
     """Add listeners to layers; those that were there before go on hearing, and return at the end.
 
-    A forward that activation checkpointing repeats is not heard again.
+    A forward that activation checkpointing repeats is not heard again. Those that came later may
+    stay for longer.
     """
-    changed: list[tuple[dict[str, Any], GateListener | None]] = []
+    added: list[tuple[dict[str, Any], _Link]] = []
     try:
         for layer, listener in listeners:
             attributes = vars(layer)  # what nn.Module's own way would look through takes longer
-            before = attributes["gate_listener"]
-            changed.append((attributes, before))
-            attributes["gate_listener"] = _joined(before, listener)
+            link = _Link(attributes["gate_listener"], listener)
+            added.append((attributes, link))
+            attributes["gate_listener"] = link
         yield
     finally:
-        for attributes, before in reversed(changed):
-            attributes["gate_listener"] = before
+        for attributes, link in reversed(added):
+            attributes["gate_listener"] = _without(attributes["gate_listener"], link)
 
 
-def _joined(before: GateListener | None, new: GateListener) -> GateListener:
-    def once(gates: Tensor) -> None:
+class _Link:
+    """A listener and those that were there before it."""
+
+    __slots__ = ("before", "new")
+
+    def __init__(self, before: GateListener | None, new: GateListener) -> None:
+        self.before, self.new = before, new
+
+    def __call__(self, gates: Tensor) -> None:
+        if self.before is not None:
+            self.before(gates)
         if not recomputing():
-            new(gates)
+            self.new(gates)
 
-    def both(gates: Tensor) -> None:
-        assert before is not None
-        before(gates)
-        once(gates)
 
-    return once if before is None else both
+def _without(listener: GateListener | None, link: _Link) -> GateListener | None:
+    """A layer's listener after one link of it has gone."""
+    if listener is link:
+        return link.before
+    if isinstance(listener, _Link):
+        listener.before = _without(listener.before, link)
+    return listener
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from modenorm.state import modes_in
 
 __all__ = [
     "close_modes", "combine_modes", "group_weights", "last_linear", "match_modes",
-    "merged_statistics", "set_num_modes",
+    "merged_statistics", "mode_rows", "set_num_modes",
 ]  # fmt: skip
 
 Layer = ModeNorm | ModeGroupNorm
@@ -38,6 +38,22 @@ def last_linear(gate: nn.Module, num_modes: int) -> Any:
     if not isinstance(gate, LinearGate | nn.Linear) or gate.bias is None:
         return None
     return gate if gate.bias.shape == (num_modes,) else None
+
+
+def mode_rows(layer: Layer) -> list[nn.Parameter]:
+    """The parameters with a row for each mode, those of a gate that ends in a linear layer first.
+
+    Example:
+        >>> [tuple(p.shape) for p in mode_rows(ModeNorm(8, num_modes=3))]
+        [(3, 8), (3,)]
+    """
+    if isinstance(layer, ModeGroupNorm):
+        return [layer.gate_weight, layer.gate_bias]
+    linear = last_linear(layer.gate, layer.num_modes)
+    rows = [] if linear is None else [linear.weight, linear.bias]
+    if layer.per_mode_affine:
+        rows += [p for p in (layer.weight, layer.bias) if p is not None]
+    return rows
 
 
 def group_weights(groups: Sequence[tuple[int, ...]], shares: Tensor) -> Tensor:
@@ -99,14 +115,10 @@ def combine_modes(
     """
     weights = group_weights(groups, shares)
     member = (weights > 0).double()
+    rows = mode_rows(layer)
     if isinstance(layer, ModeNorm):
-        linear = last_linear(layer.gate, layer.num_modes)
-        rows = [linear.weight, linear.bias]
-        rows += [p for p in (layer.weight, layer.bias) if p is not None and layer.per_mode_affine]
         _combine_estimates(layer, weights, member)
-        _set_width(linear, len(groups))
-    else:
-        rows = [layer.gate_weight, layer.gate_bias]
+        _set_width(last_linear(layer.gate, layer.num_modes), len(groups))
     bias = rows[1]
     for parameter in rows:
         before = parameter.shape
@@ -131,8 +143,15 @@ def _combine_state(
 ) -> None:
     state = optimizer.state.get(parameter, {})
     for key, value in state.items():
-        if isinstance(value, Tensor) and value.shape == before and value.ndim > 0:
+        if isinstance(value, Tensor) and _has_rows(value.shape, before):
             state[key] = _mix(member, value)
+
+
+def _has_rows(shape: torch.Size, parameter: torch.Size) -> bool:
+    """Whether a state has a parameter's rows: whole, or as one number each (Adafactor's)."""
+    if len(shape) != len(parameter) or shape[:1] != parameter[:1]:
+        return False
+    return len(shape) > 0 and shape[1:] in (parameter[1:], (1,) * (len(parameter) - 1))
 
 
 def _mix(weights: Tensor, rows: Tensor) -> Tensor:
@@ -169,18 +188,16 @@ def set_num_modes(layer: Layer, num_modes: int) -> None:
         torch.Size([5, 8])
     """
     check_count("num_modes", num_modes)
-    if isinstance(layer, ModeGroupNorm):
-        rows: list[nn.Parameter] = [layer.gate_weight, layer.gate_bias]
-    else:
+    rows = mode_rows(layer)
+    if isinstance(layer, ModeNorm):
         linear = last_linear(layer.gate, layer.num_modes)
+        linear = linear or last_linear(layer.gate, num_modes)  # changed along with another layer
         if linear is None:
             raise ValueError(
                 f"the gate is {type(layer.gate).__name__}, whose number of modes can't be changed; "
                 f"it must end in a linear layer with a bias"
             )
         _set_width(linear, num_modes)
-        rows = [linear.weight, linear.bias]
-        rows += [p for p in (layer.weight, layer.bias) if p is not None and layer.per_mode_affine]
         for name in ("running_mean", "running_var", "running_share"):
             if (buffer := getattr(layer, name)) is not None:
                 setattr(layer, name, buffer.new_empty(num_modes, *buffer.shape[1:]))

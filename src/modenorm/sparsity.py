@@ -117,6 +117,7 @@ class ModeSparsity(nn.Module):
         self._sizes = [layer.num_modes for layer in layers]
         self._gates: dict[int, Tensor] = {}
         self._attached = contextlib.ExitStack()
+        self._removed = False
         like = next(layers[0].parameters(), torch.empty(0))
         kind: dict[str, Any] = {"device": like.device, "dtype": torch.float32}
         self.register_buffer("strength", torch.tensor(float(strength), **kind))
@@ -149,6 +150,9 @@ class ModeSparsity(nn.Module):
     @torch.no_grad()
     def remove(self) -> None:
         """Take it off the model; what the switches say is written into the gates' biases."""
+        if self._removed:
+            return
+        self._removed = True
         if self.log_odds is not None:
             for layer, change in zip(self._layers, self._changes(drawn=False), strict=True):
                 linear = last_linear(layer.gate, layer.num_modes)
@@ -165,7 +169,14 @@ class ModeSparsity(nn.Module):
         return listen
 
     def _attach_switches(self, model: nn.Module) -> None:
-        drawn: list[Tensor] = []
+        for layer in self._layers:
+            if last_linear(layer.gate, layer.num_modes) is None:
+                raise ValueError(
+                    f'method "switch" needs gates that end in a linear layer with a bias; '
+                    f'got {type(layer.gate).__name__}: use method "entropy"'
+                )
+        # the first ones are for parts of the model that are called by themselves
+        drawn = [change.detach() for change in self._changes(drawn=False)]
 
         def draw(module: nn.Module, _: tuple[Any, ...]) -> None:
             drawn[:] = self._changes(drawn=module.training)
@@ -174,11 +185,6 @@ class ModeSparsity(nn.Module):
             return lambda _, __, logits: logits + drawn[place].to(logits)
 
         for place, layer in enumerate(self._layers):
-            if last_linear(layer.gate, layer.num_modes) is None:
-                raise ValueError(
-                    f'method "switch" needs gates that end in a linear layer with a bias; '
-                    f'got {type(layer.gate).__name__}: use method "entropy"'
-                )
             if isinstance(layer.gate, LinearGate):  # whose fused kernels a hook would pass by
                 change = partial(drawn.__getitem__, place)
                 layer.gate.bias_changes += (change,)

@@ -8,7 +8,7 @@ import torch
 
 from modenorm.lab.cli import main
 from modenorm.lab.data import DataSet, ImageSet
-from modenorm.lab.training import Run, Training, find_runs, sources
+from modenorm.lab.training import Run, Training, find_runs, load_model, sources
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -97,6 +97,27 @@ def test_settings_reach_the_configuration(command: Command) -> None:
     assert (config.norm, config.modes, config.gate) == ("mgn", 4, "standardized")
 
 
+def test_modes_per_layer_are_read_back(command: Command) -> None:
+    code, _, _ = command("train", *SHORT, "--norm", "mn", "--modes", "stage1.*=4,*=2")
+    assert code == 0
+    (run,) = find_runs(Path("runs"))
+    assert run.config.run_id == run.path.name
+    model, _ = load_model(run.checkpoint)
+    assert [len(model.get_buffer(f"stage{i}.norm.running_mean")) for i in (1, 2)] == [4, 2]
+
+
+def test_automatic_modes_need_no_norm(command: Command) -> None:
+    code, out, _ = command(
+        "train", *SHORT, "--modes", "auto", "--max-modes", "3", "--sparsity", "0.05"
+    )
+    assert code == 0
+    assert "needs these modes: stage1.norm" in out
+    assert command("train", *SHORT)[0] == 0
+    configs = [run.config for run in find_runs(Path("runs"))]
+    assert sorted((c.norm, c.sparsity) for c in configs) == [("bn", 0.0), ("mn", 0.05)]
+    assert {c.modes for c in configs if c.norm == "mn"} == {3}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -106,6 +127,8 @@ def test_settings_reach_the_configuration(command: Command) -> None:
         (["--dataset", "cifar10"], "cifar"),
         (["--batch", "0"], "batch is 0"),
         (["--milestones", "a,b"], "expected whole numbers"),
+        (["--norm", "mgn", "--modes", "auto"], "--modes auto is for mn alone: use --norm mn"),
+        (["--modes", "auto", "--sparsity", "0"], "needs a --sparsity above 0"),
         (["--options", "tanh"], "expected NAME=VALUE"),
         (["--options", "colour=1"], "colour"),
         (["--device", "tpu"], "unknown device 'tpu'"),

@@ -20,6 +20,18 @@ def test_run_ids_are_readable_stable_and_differ_in_every_setting() -> None:
     assert "/" not in recipe("resnet18", dataset="folder:/some/where").run_id
 
 
+def test_patterns_of_modes_keep_their_order() -> None:
+    """The first that matches decides."""
+    modes = {"stage1.*": 4, "stage2.*": 3, "*": 4}
+    config = recipe("lenet", norm="mn", modes=modes)
+    read = TrainConfig.from_json(config.to_json())
+    assert isinstance(read.modes, dict)
+    assert list(read.modes) == list(modes)
+    assert read.run_id == config.run_id
+    backwards = recipe("lenet", norm="mn", modes=dict(reversed(modes.items())))
+    assert backwards.run_id != config.run_id
+
+
 @pytest.mark.parametrize(
     ("setting", "rule"),
     [

@@ -41,8 +41,10 @@ def train_command(
         help=f"One of {', '.join(NAMES)} (builtin needs no files), or folder:PATH of images as "
         "train/CLASS/IMAGE and val/CLASS/IMAGE; the paper's for the model unless given.",
     ),
-    norm: str = _model(
-        "bn", help="bn, in, ln, gn, mn (mode normalization) or mgn (mode group normalization)."
+    norm: str | None = _model(
+        None,
+        help="bn, in, ln, gn, mn (mode normalization) or mgn (mode group normalization); bn unless "
+        "given, and mn with --modes auto.",
     ),
     modes: str = _model(
         "2",
@@ -139,8 +141,7 @@ def train_command(
     }
     config = recipe(
         model,
-        norm=norm,
-        **_modes(modes, max_modes, sparsity),
+        **_modes(norm, modes, max_modes, sparsity),
         groups=groups,
         where=where,
         gate=gate,
@@ -301,25 +302,28 @@ def _integers(text: str) -> tuple[int, ...]:
         raise ValueError(f"--milestones is {text!r}, expected whole numbers like 80,120") from None
 
 
-def _modes(text: str, max_modes: int, sparsity: float) -> dict[str, Any]:
-    """The settings that --modes stands for.
+def _modes(norm: str | None, text: str, max_modes: int, sparsity: float) -> dict[str, Any]:
+    """The settings that --norm and --modes stand for.
 
-    >>> _modes("stage1.*=4,*=2", 8, 0.2)
-    {'modes': {'stage1.*': 4, '*': 2}}
+    >>> _modes("mn", "stage1.*=4,*=2", 8, 0.2)
+    {'norm': 'mn', 'modes': {'stage1.*': 4, '*': 2}}
     """
     if text == "auto":
+        if norm not in (None, "mn"):
+            raise ValueError(f"--norm is {norm}, but --modes auto is for mn alone: use --norm mn")
         if not sparsity > 0:
             raise ValueError(f"sparsity is {sparsity}; --modes auto needs a --sparsity above 0")
-        return {"modes": max_modes, "sparsity": sparsity}
+        return {"norm": "mn", "modes": max_modes, "sparsity": sparsity}
+    norm = norm or "bn"
     if text.isdigit():
-        return {"modes": int(text)}
+        return {"norm": norm, "modes": int(text)}
     pairs = [part.rpartition("=") for part in text.split(",")]
     if not all(name.strip() and number.strip().isdigit() for name, _, number in pairs):
         raise ValueError(
             f"--modes is {text!r}, expected a number, auto, or numbers for layers such as "
             "stage1.*=4,*=2"
         )
-    return {"modes": {name.strip(): int(number) for name, _, number in pairs}}
+    return {"norm": norm, "modes": {name.strip(): int(number) for name, _, number in pairs}}
 
 
 def _assignment(text: str) -> tuple[str, Any]:

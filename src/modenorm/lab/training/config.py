@@ -138,7 +138,10 @@ class TrainConfig:
         """A readable name that ends in a hash of all settings that are not the default."""
         modes = f"auto{self.modes_label}" if self.sparsity else self.modes_label
         count = {"mn": modes, "mgn": modes, "gn": str(self.groups)}.get(self.norm, "")
-        digest = hashlib.sha256(json.dumps(self.chosen(), sort_keys=True).encode()).hexdigest()[:8]
+        chosen = self.chosen()
+        if isinstance(self.modes, dict):
+            chosen["modes"] = list(self.modes.items())  # whose order matters
+        digest = hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:8]
         data = folder_name(self.dataset)
         return f"{self.model}-{data}-{self.norm}{count}-n{self.batch}-s{self.seed}-{digest}"
 
@@ -158,8 +161,8 @@ class TrainConfig:
         }
 
     def to_json(self) -> str:
-        """Write the configuration with sorted names."""
-        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+        """Write the configuration with sorted names, and patterns of modes in their order."""
+        return json.dumps(dict(sorted(dataclasses.asdict(self).items())))
 
     @classmethod
     def from_json(cls, text: str) -> "TrainConfig":

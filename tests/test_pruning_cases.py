@@ -1,0 +1,174 @@
+"""Pruning of models, inputs and optimizers out of the ordinary: done right, left, or refused."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from modenorm import ModeNorm2d, ModeSparsity, match_modes, prune_modes
+from modenorm.resizing import combine_modes
+
+torch.set_num_threads(1)
+
+
+def small_model(**options) -> nn.Sequential:
+    torch.manual_seed(0)
+    norm = ModeNorm2d(6, 4, **options)
+    return nn.Sequential(nn.Conv2d(3, 6, 3), norm, nn.ReLU(), nn.Flatten(), nn.Linear(96, 5))
+
+
+def images(count: int = 32) -> torch.Tensor:
+    return torch.randn(count, 3, 6, 6, generator=torch.Generator().manual_seed(1))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    def loss() -> float:
+        optimizer.zero_grad()
+        value = (model(x) - 1).square().mean()
+        value.backward()
+        return float(value.detach())
+
+    optimizer.step(loss)
+
+
+def test_adafactor_goes_on():
+    """It keeps one number for each row and each column of a gate's weight."""
+    model, x = small_model(), images()
+    optimizer = torch.optim.Adafactor(model.parameters())
+    train(model, optimizer, x)
+    weight = model[1].gate.weight
+    rows, columns = (optimizer.state[weight][key].clone() for key in ("row_var", "col_var"))
+    shares = torch.full((4,), 0.25)
+    combine_modes(model[1], [(0, 3), (2,)], shares, torch.zeros(2), optimizer)
+    state = optimizer.state[weight]
+    torch.testing.assert_close(state["row_var"], torch.stack([rows[0] + rows[3], rows[2]]))
+    assert torch.equal(state["col_var"], columns)
+    train(model, optimizer, x)
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def assert_refused(model: nn.Module, message: str, x: torch.Tensor, **options) -> None:
+    """The call is refused, and the model is as it was."""
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=message):
+        prune_modes(model, [x], tolerance=0.5, **options)
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+
+
+def test_lbfgs_is_refused():
+    model, x = small_model(), images()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+    train(model, optimizer, x)
+    assert_refused(model, "make a new LBFGS", x, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_outputs_that_are_not_finite(value):
+    model, x = small_model(), images()
+    model(x)
+    x[3, 0, 0, 0] = value
+    assert_refused(model, "NaN or infinity", x)
+
+
+def test_switches_have_to_go_first():
+    model, x = small_model(), images()
+    sparsity = ModeSparsity(model, method="switch")
+    model(x)
+    assert_refused(model, r"switches on 1, one for each mode; call its remove\(\)", x)
+    sparsity.remove()
+    assert prune_modes(model, [x], tolerance=0.5).num_modes == {"1": 1}
+
+
+def test_a_shared_gate_is_left():
+    gate = nn.Linear(6, 4)
+    model = small_model(gate=gate)
+    model.insert(2, ModeNorm2d(6, 4, gate=gate))
+    model(images())
+    report = prune_modes(model, [images()], tolerance=0.5)
+    assert report.num_modes == {"1": 4, "2": 4}
+    assert "another layer has the same gate" in str(report)
+
+
+def test_a_shared_gate_matches_a_state():
+    saved, model = (
+        nn.Sequential(*(ModeNorm2d(3, k, gate=gate, per_mode_affine=True) for _ in range(2)))
+        for k, gate in ((4, nn.Linear(3, 4)), (2, nn.Linear(3, 2)))
+    )
+    assert match_modes(model, saved.state_dict()) == {"0": (2, 4), "1": (2, 4)}
+    model.load_state_dict(saved.state_dict())
+    assert model[0].gate is model[1].gate
+    assert torch.equal(model(images()), saved(images()))
+
+
+@pytest.mark.filterwarnings("error")
+def test_empty_batches_count_for_nothing():
+    model, x = small_model(), images()
+    model(x)
+    other = copy.deepcopy(model)
+    report = prune_modes(model, [x[:0], x, x[:0]], tolerance=0.5)
+    assert report.num_samples == len(x)
+    assert report == prune_modes(other, [x], tolerance=0.5)
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, amsgrad=True),
+    "adagrad": torch.optim.Adagrad,
+    "adafactor": torch.optim.Adafactor,
+}
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_an_optimizer_goes_on_with_a_batch_norms_parameters(make):
+    """Those of a layer with parameters per mode are others than before."""
+    model, x = small_model(per_mode_affine=True), images()
+    optimizer = make(model.parameters())
+    train(model, optimizer, x)
+    prune_modes(model, [x], tolerance=0.5, optimizer=optimizer, batchnorm=True)
+    assert type(model[1]) is nn.BatchNorm2d
+    before = copy.deepcopy(model.state_dict())
+    train(model, optimizer, x)
+    for name in ("1.weight", "1.bias"):
+        assert not torch.equal(model.get_parameter(name), before[name])
+
+
+def test_the_state_of_a_batch_norms_parameters():
+    model, x = small_model(per_mode_affine=True), images()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    train(model, optimizer, x)
+    momentum = optimizer.state[model[1].bias]["momentum_buffer"].sum(0)
+    prune_modes(model, [x], tolerance=0.5, optimizer=optimizer, batchnorm=True)
+    torch.testing.assert_close(optimizer.state[model[1].bias]["momentum_buffer"], momentum)
+
+
+class Called(nn.Module):
+    """A layer with one mode, called with what a batch norm doesn't take."""
+
+    def __init__(self, **arguments: torch.Tensor | None) -> None:
+        super().__init__()
+        self.norm = ModeNorm2d(3, 1)
+        self.arguments = arguments
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x, **self.arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"gates": torch.ones(32, 1)}, {"mask": torch.ones(32, 6, 6)}, {"gates": None}]
+)
+def test_layers_that_a_batch_norm_could_not_stand_in_for(arguments):
+    model = Called(**arguments)
+    before = model.eval()(images())
+    report = prune_modes(model, [images()], batchnorm=True)
+    assert type(model.norm) is ModeNorm2d
+    assert not report.layers[0].batchnorm
+    assert torch.equal(model(images()), before)
+
+
+def test_a_layer_by_itself_stays_a_mode_norm():
+    layer, x = ModeNorm2d(3, 2), images()
+    layer(x)
+    report = prune_modes(layer, [x], tolerance=0.5, batchnorm=True)
+    assert report.num_modes == {"": 1}
+    assert "batch norm" not in str(report)
