@@ -50,6 +50,17 @@ def test_recalibrate_leaves_everything_else_as_it_was():
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.parametrize("fails", [torch.randn(2, 7), None])
+def test_recalibrate_keeps_the_estimates_if_a_batch_fails(fails):
+    model = make_model()
+    model(batches(1)[0])
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises((RuntimeError, TypeError)):
+        modenorm.recalibrate(model, [*batches(2), fails])
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
 def test_recalibrate_runs_the_rest_in_evaluation():
     model, data = make_model(), batches()
     results = []

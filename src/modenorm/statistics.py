@@ -22,7 +22,8 @@ def recalibrate(model: nn.Module, batches: Iterable[Any]) -> int:
 
     What `torch.optim.swa_utils.update_bn` does for batch norm, after averaging weights (SWA, EMA)
     or to remove the lag of exponential averages. The other parts of the model run as in evaluation;
-    modes of training, momenta and parameters are left as they were.
+    modes of training, momenta and parameters are left as they were, and so are the estimates if a
+    batch fails.
 
     Args:
         model: any model with mode norms.
@@ -42,7 +43,7 @@ def recalibrate(model: nn.Module, batches: Iterable[Any]) -> int:
     if not layers:
         raise ValueError("recalibrate found no mode norm with running estimates in the model")
     count = 0
-    with _collecting(model, layers):
+    with _collecting(model, layers), _all_or_nothing(layers):
         for count, batch in enumerate(batches, start=1):
             if count == 1:
                 for layer in layers:
@@ -66,6 +67,19 @@ def _collecting(model: nn.Module, layers: list[ModeNorm]) -> Iterator[None]:
         finally:
             for layer in layers:
                 layer.momentum, layer.statistics_frozen = momenta[layer], frozen[layer]
+
+
+@contextlib.contextmanager
+def _all_or_nothing(layers: list[ModeNorm]) -> Iterator[None]:
+    """Put buffers back as they were if what happens inside fails."""
+    buffers = [buffer for layer in layers for buffer in layer.buffers()]
+    before = [buffer.clone() for buffer in buffers]
+    try:
+        yield
+    except BaseException:
+        for buffer, value in zip(buffers, before, strict=True):
+            buffer.copy_(value)
+        raise
 
 
 def freeze_statistics(model: nn.Module, frozen: bool = True) -> list[str]:
