@@ -249,6 +249,16 @@ def test_bad_numbers_leave_all_buffers_alone(options, bad, outside, backend):
     assert layer(torch.randn(4, 3, 4, 4).double()).isfinite().all()
 
 
+@pytest.mark.parametrize("update", ["paper", "usage"])
+def test_bad_numbers_leave_all_buffers_alone_in_the_reference(update):
+    layer, x = make_layer(3, 2, running_update=update), torch.randn(4, 3, 4, 4).double()
+    before = snapshot(layer)
+    x[1, 2, 3, 0] = math.nan
+    with modenorm.use_backend("reference"):
+        assert layer(x).isnan().any()
+    assert_unchanged(layer, before)
+
+
 @EVERY_LAYER
 def test_a_batch_that_is_masked_out_leaves_all_buffers_alone(options):
     layer = make_layer(3, 2, **{**options, "gate": None})

@@ -303,8 +303,8 @@ def _reference_modes(call: _Call) -> tuple[Tensor, Tensor]:
         raise ValueError('the "reference" backend sees one process only; use "eager"')
     pooled = plain.moments(x, False)[0] if mask is None else plain.masked_moments(x, mask)[0]
     gates = _gates_of(gates, pooled, x, estimates)
-    momentum = options.momentum
-    if options.training and recomputing():
+    momentum, finite = options.momentum, bool(pooled.isfinite().all() & gates.isfinite().all())
+    if options.training and (recomputing() or not finite):
         estimates = None
     if options.training and estimates is not None and estimates.share is not None:
         if momentum is None:
