@@ -29,10 +29,9 @@ docs: $(STAMP)
 	$(BIN)/sphinx-build --quiet --fresh-env --fail-on-warning -d site/.doctrees docs site
 	@echo "open site/index.html"
 
-# The picture of the report page in README.md and docs/modes.md, from a demo of three seeds.
-pictures: $(STAMP) browser
-	$(BIN)/modenorm demo --seeds 3 -o build/pictures
-	$(BIN)/python docs/picture.py build/pictures/report.html
+# The picture of the report page in README.md and docs/modes.md.
+pictures: demo browser
+	$(BIN)/python docs/picture.py demo/report.html
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
