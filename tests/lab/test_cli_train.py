@@ -82,6 +82,20 @@ def test_train_shows_the_result_and_keeps_it(command: Command) -> None:
     assert listing.count("done") == 2
 
 
+def test_broken_runs_are_listed_with_the_others(command: Command) -> None:
+    command("train", *SHORT, "--seeds", "3")
+    first, second, third = find_runs(Path("runs"))
+    (first.path / "config.json").write_text("{")
+    (second.path / "metrics.jsonl").write_text('nonsense\n{"a": 1}\n')
+    third.path.rename("runs/a[red]b")
+    code, listing, _ = command("runs", "runs")
+    assert code == 0
+    assert listing.count("broken") == 2
+    assert "a[red]b" in listing
+    assert f"{first.path.name}: config.json cannot be read" in listing
+    assert f"{second.path.name}: metrics.jsonl, line 2: no evaluation" in listing
+
+
 def test_settings_reach_the_configuration(command: Command) -> None:
     code, _, _ = command(
         "train", *SHORT, "--milestones", "2,3", "--augment", "--weight-decay", "0.001",

@@ -21,7 +21,8 @@ from rich.table import Column, Table
 
 from modenorm.lab.data import NAMES
 from modenorm.lab.models import MODELS
-from modenorm.lab.training import Outcome, TrainConfig, Training, find_runs, recipe, train_many
+from modenorm.lab.report import read_records
+from modenorm.lab.training import Outcome, TrainConfig, Training, recipe, train_many
 from modenorm.lab.training.closing import DEFAULT_SPARSITY
 from modenorm.lab.training.ranks import started_ranks
 
@@ -31,7 +32,7 @@ _schedule = partial(
 )
 _machine = partial(typer.Option, rich_help_panel="Where")
 MOST_SHOWN = 9
-_RUN = Column("run", overflow="fold", min_width=20)
+_RUN = partial(Column, "run", overflow="fold", min_width=20)
 
 
 def train_command(
@@ -182,19 +183,23 @@ def _train(configs: list[TrainConfig], runs: Path, machine: dict[str, Any]) -> l
 def list_runs(
     folder: Path = typer.Argument(Path("runs"), help="The folder that was --runs in training."),
 ) -> None:
-    """List the runs in a folder: done, failed or incomplete, and their errors."""
-    table = Table(_RUN, "state", "samples", "final error %", "top error %")
-    for run in find_runs(folder):
-        metrics = run.metrics()
-        errors = [record["test_error"] for record in metrics]
+    """List the runs in a folder: done, failed, incomplete or broken, and their errors."""
+    table = Table(_RUN(), "state", "samples", "final error %", "top error %")
+    records = read_records([folder])
+    for record in records:
+        errors = [entry["test_error"] for entry in record.metrics]
         table.add_row(
-            run.path.name,
-            run.state,
-            f"{metrics[-1]['samples']:,}" if metrics else "0",
+            record.name,
+            record.state,
+            f"{record.metrics[-1]['samples']:,}" if errors else "0",
             f"{errors[-1]:.2f}" if errors else "",
             f"{min(errors):.2f}" if errors else "",
         )
-    Console().print(table)
+    console = Console(markup=False, emoji=False)
+    console.print(table)
+    for record in records:
+        for problem in record.problems:
+            console.print(f"{record.name}: {problem}", highlight=False, soft_wrap=True)
 
 
 class ProgressReport:
@@ -267,7 +272,7 @@ def _mode_numbers(modes: dict[str, Any]) -> str:
 
 
 def _show(outcomes: list[Outcome], console: Console) -> None:
-    table = Table(_RUN, "final error %", "top error %", "by domain", "samples", "seconds")
+    table = Table(_RUN(), "final error %", "top error %", "by domain", "samples", "seconds")
     for outcome in outcomes:
         if outcome.result is None:
             console.print(f"failed: {outcome.failure}", highlight=False, soft_wrap=True)
