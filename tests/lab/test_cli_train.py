@@ -1,14 +1,20 @@
+import io
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from modenorm.lab.cli import main
+from modenorm.lab.cli.shown import make_console
+from modenorm.lab.cli.train import ProgressReport
 from modenorm.lab.data import DataSet, ImageSet
-from modenorm.lab.training import Run, Training, find_runs, sources
+from modenorm.lab.training import Run, Training, find_runs, recipe, sources
+from modenorm.lab.training.checkpoint import Position
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -80,6 +86,43 @@ def test_train_shows_the_result_and_keeps_it(command: Command) -> None:
     code, listing, _ = command("runs", "runs")
     assert code == 0
     assert listing.count("done") == 2
+
+
+def test_nothing_is_cut_off_on_a_narrow_terminal(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    folder = "runs [red] :smile: [/x]"
+    code, out, _ = command("train", *SHORT, "--runs", folder)
+    assert code == 0
+    assert "seconds" in out
+    assert "…" not in out
+    assert {len(line) for line in out.splitlines()} == {80}
+    code, out, _ = command("report", folder, "-o", f"{folder}/page.html")
+    assert code == 0
+    assert out.startswith(f"{folder}/page.html: 1 runs")
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_progress_shows_error_speed_and_time_left(width: int) -> None:
+    file = io.StringIO()
+    console = make_console(file=file, width=width, force_terminal=True, color_system=None)
+    config = recipe("resnet18", dataset="folder:tiny-imagenet-200", norm="mn", image_size=64)
+    report = ProgressReport(console)
+    training: Any = SimpleNamespace(
+        run=Run.of(config, Path("runs")),
+        position=Position(step=0, metrics=[{"test_error": 12.34}]),
+        schedule=SimpleNamespace(total=1000),
+        train_loss=1.0,
+    )
+    with report:
+        for step in (0, 500):
+            training.position.step = step
+            report(training)
+    _, _, last = file.getvalue().rpartition("error 12.34 %")
+    speed, left = last.split("samples/s")
+    assert int(speed.replace(",", "")) > 0
+    assert left.splitlines()[0].endswith((":--", ":00"))
 
 
 def test_broken_runs_are_listed_with_the_others(command: Command) -> None:

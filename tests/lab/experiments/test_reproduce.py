@@ -1,5 +1,6 @@
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,20 @@ def command(
         return code, *capsys.readouterr()
 
     return run
+
+
+def test_nothing_is_cut_off_on_a_narrow_terminal(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = [replace(cell, group="ResNet20 on CIFAR-100") for cell in CELLS]
+    monkeypatch.setitem(TABLES, "table1", [*CELLS, *long])
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = command("table1", "--seeds", "2", "--limit", "1", *WHERE)
+    assert code == 0
+    assert "table1: LeNet, N=8" in out
+    assert "table1: ResNet20 on CIFAR-100" in out
+    assert "missing" in out
+    assert "…" not in out
 
 
 def test_trains_what_is_missing_and_shows_the_table(command: Command) -> None:

@@ -1,7 +1,10 @@
 """`modenorm reproduce`: the paper's tables, trained and put beside the published numbers."""
 
+import itertools
 import time
+from collections.abc import Iterable, Sequence
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,8 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
 
+from modenorm.lab.cli.shown import make_console, make_table, name_column
 from modenorm.lab.experiments.automatic import MODES_HEADER, is_automatic, modes_rows
 from modenorm.lab.experiments.collect import (
     Keeper,
@@ -82,7 +85,7 @@ def reproduce_command(
     plan = make_plan(tables, range(seeds), data=data, runs_dir=runs, results=results, only=only)
     _warn(plan, tables)
     if dry_run:
-        _show_plan(plan, Console())
+        _show_plan(plan, make_console())
         return
     machine = {
         "data_dir": data,
@@ -93,7 +96,7 @@ def reproduce_command(
     }
     failures = _train(plan, plan.left(limit, retry_failed), tables, (runs, results), machine)
     for table in tables if started_ranks().leads else ():
-        _show_table(table, results, Console())
+        _show_table(table, results, make_console())
     if failures:
         raise typer.Exit(1)
 
@@ -168,38 +171,44 @@ def _rebuild_pages(results: Path) -> None:
 
 
 def _show_plan(plan: Plan, console: Console) -> None:
-    table = Table("run", "state", "steps left")
+    table = make_table("run", "state", "steps left")
     for state, runs in plan.runs.items():
         for run in runs:
             left = 0 if state == "done" else steps_left([run])
             table.add_row(run.path.name, state, f"{left:,}")
     console.print(table)
     counts = ", ".join(f"{len(runs)} {state}" for state, runs in plan.runs.items())
-    console.print(f"{counts}; {steps_left(plan.left()):,} steps left", highlight=False)
+    console.print(f"{counts}; {steps_left(plan.left()):,} steps left")
 
 
 def _show_table(name: str, results: Path, console: Console) -> None:
     lines = read_lines(results_file(results, name))
     summaries = summarize(TABLES[name], lines)
-    table = Table(*HEADER, title=name)
-    for row in rows(summaries):
-        table.add_row(*row)
-    console.print(table)
+    _show_rows(name, HEADER, rows(summaries), console)
     if any(map(is_automatic, TABLES[name])):
-        found = Table(*MODES_HEADER, title=f"{name}: numbers of modes")
-        for row in modes_rows(TABLES[name], lines):
-            found.add_row(*row)
-        console.print(found)
+        found = modes_rows(TABLES[name], lines)
+        _show_rows(f"{name}, numbers of modes", MODES_HEADER, found, console)
     for sentence in [*orders(summaries), *([conditions(lines)] if lines else [])]:
-        console.print(sentence, highlight=False, soft_wrap=True)
+        console.print(sentence, soft_wrap=True)
+
+
+def _show_rows(
+    title: str, header: Sequence[str], found: Iterable[Sequence[str]], console: Console
+) -> None:
+    """A table for each experiment, which the first cells of the rows name."""
+    for group, members in itertools.groupby(found, key=itemgetter(0)):
+        table = make_table(*header[1:], title=f"{title}: {group}")
+        for row in members:
+            table.add_row(*row[1:])
+        console.print(table)
 
 
 def _say(text: str) -> None:
-    _console().print(text, highlight=False, soft_wrap=True, markup=False)
+    _console().print(text, soft_wrap=True)
 
 
 def _console() -> Console:
-    return Console(stderr=True, quiet=not started_ranks().leads)
+    return make_console(stderr=True, quiet=not started_ranks().leads)
 
 
 class OverallProgress:
@@ -214,7 +223,7 @@ class OverallProgress:
     def __init__(self, runs: int, steps: int, console: Console) -> None:
         self._console, self._runs, self._steps = console, runs, steps
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            name_column(),
             BarColumn(),
             TextColumn("{task.percentage:3.0f} %  {task.fields[error]}"),
             TimeElapsedColumn(),
@@ -259,4 +268,4 @@ class OverallProgress:
     def _tell(self, text: str) -> None:
         self._told = time.monotonic()
         if not self._console.is_terminal:
-            self._console.print(text, highlight=False, soft_wrap=True)
+            self._console.print(text, soft_wrap=True)

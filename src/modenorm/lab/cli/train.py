@@ -12,13 +12,14 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     Progress,
+    ProgressColumn,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.table import Column, Table
 
+from modenorm.lab.cli.shown import make_console, make_table, name_column
 from modenorm.lab.data import NAMES
 from modenorm.lab.models import MODELS
 from modenorm.lab.report import read_records
@@ -32,7 +33,8 @@ _schedule = partial(
 )
 _machine = partial(typer.Option, rich_help_panel="Where")
 MOST_SHOWN = 9
-_RUN = partial(Column, "run", overflow="fold", min_width=20)
+WIDE = 100
+"""Columns of a terminal that has room for more than the error, the speed and the time left."""
 
 
 def train_command(
@@ -162,20 +164,20 @@ def train_command(
         "tensorboard": tensorboard,
     }
     outcomes = _train(configs, runs, machine)
-    _show(outcomes, Console(quiet=not started_ranks().leads))
+    _show(outcomes, make_console(quiet=not started_ranks().leads))
     if any(outcome.failure for outcome in outcomes):
         raise typer.Exit(1)
 
 
 def _train(configs: list[TrainConfig], runs: Path, machine: dict[str, Any]) -> list[Outcome]:
-    console = Console(stderr=True, quiet=not started_ranks().leads)
+    console = make_console(stderr=True, quiet=not started_ranks().leads)
     try:
         with ProgressReport(console) as report:
             return train_many(configs, runs, listener=report, **machine)
     except KeyboardInterrupt:
         console.print(
             f"Interrupted. What was trained is kept in {runs}; give the same command to go on.",
-            highlight=False,
+            soft_wrap=True,
         )
         raise typer.Exit(130) from None
 
@@ -184,7 +186,7 @@ def list_runs(
     folder: Path = typer.Argument(Path("runs"), help="The folder that was --runs in training."),
 ) -> None:
     """List the runs in a folder: done, failed, incomplete or broken, and their errors."""
-    table = Table(_RUN(), "state", "samples", "final error %", "top error %")
+    table = make_table("run", "state", "samples", "final error %", "top error %")
     records = read_records([folder])
     for record in records:
         errors = [entry["test_error"] for entry in record.metrics]
@@ -195,11 +197,11 @@ def list_runs(
             f"{errors[-1]:.2f}" if errors else "",
             f"{min(errors):.2f}" if errors else "",
         )
-    console = Console(markup=False, emoji=False)
+    console = make_console()
     console.print(table)
     for record in records:
         for problem in record.problems:
-            console.print(f"{record.name}: {problem}", highlight=False, soft_wrap=True)
+            console.print(f"{record.name}: {problem}", soft_wrap=True)
 
 
 class ProgressReport:
@@ -208,12 +210,7 @@ class ProgressReport:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.fields[loss]}  {task.fields[error]}"),
-            TextColumn("{task.fields[modes]}  {task.fields[speed]}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
+            *_columns(wide=console.width >= WIDE),
             console=console,
             disable=not console.is_terminal,
         )
@@ -244,7 +241,7 @@ class ProgressReport:
             if not self._console.is_terminal:
                 parts = [name, f"step {step}/{training.schedule.total}", *fields.values()]
                 line = "  ".join(filter(None, parts))
-                self._console.print(line, highlight=False, soft_wrap=True)
+                self._console.print(line, soft_wrap=True)
 
     def _fields(self, training: Training) -> dict[str, Any]:
         began, first = self._began[training.run.path.name]
@@ -260,6 +257,13 @@ class ProgressReport:
         }
 
 
+def _columns(wide: bool) -> list[ProgressColumn]:
+    fields = ("loss", "error", "modes", "speed") if wide else ("error", "speed")
+    texts = [TextColumn(f"{{task.fields[{field}]}}") for field in fields]
+    times = [TimeElapsedColumn(), TimeRemainingColumn()]
+    return [name_column(), BarColumn(40 if wide else 8), *texts, *times[0 if wide else 1 :]]
+
+
 def _mode_numbers(modes: dict[str, Any]) -> str:
     """The distinct modes of every layer, in their order; of many layers the range.
 
@@ -272,10 +276,10 @@ def _mode_numbers(modes: dict[str, Any]) -> str:
 
 
 def _show(outcomes: list[Outcome], console: Console) -> None:
-    table = Table(_RUN(), "final error %", "top error %", "by domain", "samples", "seconds")
+    table = make_table("run", "final error %", "top error %", "by domain", "samples", "seconds")
     for outcome in outcomes:
         if outcome.result is None:
-            console.print(f"failed: {outcome.failure}", highlight=False, soft_wrap=True)
+            console.print(f"failed: {outcome.failure}", soft_wrap=True)
             continue
         result = outcome.result
         if "num_modes" in result:
@@ -283,7 +287,6 @@ def _show(outcomes: list[Outcome], console: Console) -> None:
             console.print(
                 f"{result['run']} needs these modes: {numbers}; with them alone "
                 f"(pruned.safetensors) its error is {result['pruned_error']:.2f} %",
-                highlight=False,
                 soft_wrap=True,
             )
         domains = result["domain_errors"].items()
