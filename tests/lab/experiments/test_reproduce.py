@@ -81,6 +81,24 @@ def test_nothing_is_cut_off_on_a_narrow_terminal(
     assert "…" not in out
 
 
+def test_a_name_that_no_run_has_is_told(command: Command) -> None:
+    code, out, err = command("table1", "--only", "nosuch", *WHERE)
+    assert (code, out) == (2, "")
+    assert "no run of table1 has 'nosuch' in its name" in err
+
+
+def test_pages_stay_as_they_are_without_results(command: Command) -> None:
+    code, _, err = command("pages", "--results", ".")
+    assert code == 2
+    assert "no README.md here" in err
+    text = "<!-- gains -->\n\nmeasured\n\n<!-- end -->\n"
+    Path("README.md").write_text(text)
+    code, _, err = command("pages", "--results", "nowhere")
+    assert code == 2
+    assert "nowhere is not a folder" in err
+    assert Path("README.md").read_text() == text
+
+
 def test_trains_what_is_missing_and_shows_the_table(command: Command) -> None:
     code, out, _ = command("table1", "--seeds", "2", "--dry-run", *WHERE)
     assert code == 0

@@ -35,6 +35,7 @@ from modenorm.lab.experiments.plan import Plan, make_plan, steps_left, total_ste
 from modenorm.lab.experiments.summary import HEADER, orders, rows, summarize
 from modenorm.lab.experiments.tables import TABLES
 from modenorm.lab.training import Run, Training, train_many
+from modenorm.lab.training.files import write_whole
 from modenorm.lab.training.ranks import started_ranks
 
 PAGES = (Path("README.md"), Path("docs/reproduction.md"), Path("docs/automatic_modes.md"))
@@ -84,6 +85,8 @@ def reproduce_command(
     tables = list(TABLES) if target == "all" else [target]
     plan = make_plan(tables, range(seeds), data=data, runs_dir=runs, results=results, only=only)
     _warn(plan, tables)
+    if only and not any(plan.runs.values()):
+        raise ValueError(f"no run of {target} has {only!r} in its name: --dry-run lists them")
     if dry_run:
         _show_plan(plan, make_console())
         return
@@ -165,8 +168,13 @@ def _collect(tables: list[str], runs: Path, results: Path) -> None:
 
 
 def _rebuild_pages(results: Path) -> None:
-    for page in filter(Path.exists, PAGES):
-        page.write_text(with_results(page.read_text(), results))
+    if not results.is_dir():
+        raise ValueError(f"{results} is not a folder: set --results to that of TABLE.jsonl")
+    pages = list(filter(Path.exists, PAGES))
+    if not pages:
+        raise ValueError(f"no {PAGES[0]} here: give this command in a checkout of the project")
+    for page in pages:
+        write_whole(page, with_results(page.read_text(), results).encode())
         _say(f"rebuilt the tables of {page}")
 
 
