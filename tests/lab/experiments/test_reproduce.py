@@ -10,8 +10,10 @@ from PIL import Image
 
 from modenorm.lab.cli import main, reproduce
 from modenorm.lab.data import DataSet, ImageSet
-from modenorm.lab.experiments import TABLES, Cell
+from modenorm.lab.experiments import TABLES, Cell, figure
 from modenorm.lab.experiments.collect import read_lines
+from modenorm.lab.experiments.paper import FIGURE2, Figure
+from modenorm.lab.models import create_model
 from modenorm.lab.training import Run, Training, find_runs, sources
 
 Command = Callable[..., tuple[int, str, str]]
@@ -97,6 +99,31 @@ def test_pages_stay_as_they_are_without_results(command: Command) -> None:
     assert code == 2
     assert "nowhere is not a folder" in err
     assert Path("README.md").read_text() == text
+
+
+def test_figure_is_drawn_from_its_training(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert FIGURE2.cell in TABLES["table3"]
+    model = create_model("vgg13", num_classes=10, norm="mn")
+    assert set(FIGURE2.layers) <= {name for name, _ in model.named_modules()}
+    monkeypatch.setattr(reproduce, "FIGURE2", Figure(CELLS[1], ("stage2.norm",)))
+    monkeypatch.setattr(figure, "load", sources.load)
+
+    code, out, _ = command("figure2", "--dry-run", *WHERE)
+    assert code == 0
+    assert "1 missing; 4 steps left" in out
+    code, _, err = command("figure2", *WHERE)
+    assert code == 0
+    assert "results/figure2.png shows what the modes of lenet-builtin-mn2" in err
+    assert [line["norm"] for line in read_lines(Path("results/table1.jsonl"))] == ["mn"]
+    with Image.open("results/figure2.png") as first:
+        assert min(first.size) > 32
+    Path("results/figure2.png").unlink()
+    code, _, err = command("figure2", *WHERE)
+    assert (code, "1/1 done" in err) == (0, False)
+    assert Path("results/figure2.png").exists()
+    assert command("figure2", *WHERE, "--runs", "other", "--device", "tpu")[0] == 2
 
 
 def test_trains_what_is_missing_and_shows_the_table(command: Command) -> None:
@@ -193,7 +220,7 @@ def test_bad_input_in_one_sentence(command: Command) -> None:
     assert code == 2
     assert err == (
         "modenorm: unknown table 'table7': expected table1, table2, table3, table4, table5, "
-        "extra, level, options, automatic, all, pages\n"
+        "extra, level, options, automatic, figure2, all, pages\n"
     )
     code, _, err = command("table4", *WHERE)
     assert code == 2

@@ -30,7 +30,9 @@ from modenorm.lab.experiments.collect import (
     results_file,
     update,
 )
+from modenorm.lab.experiments.figure import draw
 from modenorm.lab.experiments.page import conditions, with_results
+from modenorm.lab.experiments.paper import FIGURE2, Figure
 from modenorm.lab.experiments.plan import Plan, make_plan, steps_left, total_steps
 from modenorm.lab.experiments.summary import HEADER, orders, rows, summarize
 from modenorm.lab.experiments.tables import TABLES
@@ -39,14 +41,16 @@ from modenorm.lab.training.files import write_whole
 from modenorm.lab.training.ranks import started_ranks
 
 PAGES = (Path("README.md"), Path("docs/reproduction.md"), Path("docs/automatic_modes.md"))
-TARGETS = (*TABLES, "all", "pages")
+TARGETS = (*TABLES, "figure2", "all", "pages")
 PLAIN_SECONDS = 30.0
 _machine = partial(typer.Option, rich_help_panel="Where")
 
 
 def reproduce_command(
     target: str = typer.Argument(
-        ..., metavar="TABLE", help=f"{', '.join(TABLES)}, all, or pages: only rebuild the tables."
+        ...,
+        metavar="TABLE",
+        help=f"{', '.join(TABLES)}, figure2, all, or pages: only rebuild the tables.",
     ),
     seeds: int = typer.Option(5, min=1, help="Seeds for each cell, counting up from 0."),
     limit: int | None = typer.Option(None, min=1, help="Train at most this many of what is left."),
@@ -73,6 +77,8 @@ def reproduce_command(
 
     Trainings that were interrupted go on; what is in the results already is not trained again.
 
+    figure2 is drawn from the run of Table 3 that it needs, into the folder of results.
+
     What is left to do:  modenorm reproduce all --dry-run
 
     On several GPUs:  torchrun --nproc-per-node=4 -m modenorm reproduce table4 --data IMAGENET
@@ -82,6 +88,16 @@ def reproduce_command(
     if target == "pages":
         _rebuild_pages(results)
         return
+    machine = {
+        "data_dir": data,
+        "device": device,
+        "parallel": parallel,
+        "workers": workers,
+        "checkpoint_every": checkpoint_every,
+    }
+    if target == "figure2":
+        _reproduce_figure(FIGURE2, dry_run, (runs, results), machine)
+        return
     tables = list(TABLES) if target == "all" else [target]
     plan = make_plan(tables, range(seeds), data=data, runs_dir=runs, results=results, only=only)
     _warn(plan, tables)
@@ -90,18 +106,29 @@ def reproduce_command(
     if dry_run:
         _show_plan(plan, make_console())
         return
-    machine = {
-        "data_dir": data,
-        "device": device,
-        "parallel": parallel,
-        "workers": workers,
-        "checkpoint_every": checkpoint_every,
-    }
     failures = _train(plan, plan.left(limit, retry_failed), tables, (runs, results), machine)
     for table in tables if started_ranks().leads else ():
         _show_table(table, results, make_console())
     if failures:
         raise typer.Exit(1)
+
+
+def _reproduce_figure(
+    figure: Figure, dry_run: bool, folders: tuple[Path, Path], machine: dict[str, Any]
+) -> None:
+    """Draw a figure, after its training if there is none."""
+    runs, results = folders
+    run, output = Run.of(figure.cell.config(0), runs), results / "figure2.png"
+    plan = Plan()
+    plan.runs[run.state].append(run)
+    if dry_run:
+        _show_plan(plan, make_console())
+        return
+    if run.state != "done" and _train(plan, [run], [figure.cell.table], folders, machine):
+        raise typer.Exit(1)
+    if started_ranks().leads:
+        draw(figure, run, machine["data_dir"], output)
+        _say(f"{output} shows what the modes of {run.path.name} claim")
 
 
 def _warn(plan: Plan, tables: list[str]) -> None:
