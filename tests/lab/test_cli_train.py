@@ -154,6 +154,12 @@ def test_settings_reach_the_configuration(command: Command) -> None:
     assert (config.norm, config.modes, config.gate) == ("mgn", 4, "standardized")
 
 
+def test_imagenet_is_looked_for_among_the_data(command: Command) -> None:
+    code, _, errors = command("train", "--model", "resnet18", "--data", "sets", "--device", "cpu")
+    assert code == 2
+    assert "sets/imagenet/train: missing" in errors
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

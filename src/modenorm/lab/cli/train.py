@@ -21,6 +21,7 @@ from rich.progress import (
 
 from modenorm.lab.cli.shown import make_console, make_table, name_column
 from modenorm.lab.data import NAMES
+from modenorm.lab.experiments.paper import located
 from modenorm.lab.models import MODELS
 from modenorm.lab.report import read_records
 from modenorm.lab.training import Outcome, TrainConfig, Training, recipe, train_many
@@ -42,7 +43,8 @@ def train_command(
     dataset: str | None = _model(
         None,
         help=f"One of {', '.join(NAMES)} (builtin needs no files), or folder:PATH of images as "
-        "train/CLASS/IMAGE and val/CLASS/IMAGE; the paper's for the model unless given.",
+        "train/CLASS/IMAGE and val/CLASS/IMAGE; the paper's for the model unless given, for "
+        "resnet18 the folder imagenet in --data.",
     ),
     norm: str = _model(
         "bn", help="bn, in, ln, gn, mn (mode normalization) or mgn (mode group normalization)."
@@ -154,6 +156,8 @@ def train_command(
         options=dict(_assignment(text) for text in options),
         **{name: value for name, value in given.items() if value is not None},
     )
+    if dataset is None:
+        config = located(config, data)
     configs = [dataclasses.replace(config, seed=seed + i) for i in range(seeds)]
     machine = {
         "data_dir": data,
