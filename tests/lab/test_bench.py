@@ -169,6 +169,16 @@ def test_pages_show_the_measured_results(name):
     assert with_tables(page, ROOT / "results") == page
 
 
+def test_pages_stay_as_they_are_without_results(tmp_path):
+    page = tmp_path / "page.md"
+    text = "<!-- table headline bench_layer.jsonl -->\n\nmeasured\n\n<!-- end -->\n"
+    page.write_text(text)
+    arguments = ["bench", "page", "--page", str(page), "--results", str(tmp_path / "nowhere")]
+    result = CliRunner().invoke(app, arguments)
+    assert "nowhere is not a folder" in str(result.exception)
+    assert page.read_text() == text
+
+
 def test_tables_are_built_from_files(tmp_path):
     row = {"shape": "2x3x4x4", "layout": "NCHW", "dtype": "float32", "floor_us": 4.0}
     about = {"device": "X", "torch": "2", "commit": "c", "date": "2026-01-01T00:00:00"}

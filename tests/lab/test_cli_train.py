@@ -1,14 +1,20 @@
+import io
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from modenorm.lab.cli import main
+from modenorm.lab.cli.shown import make_console
+from modenorm.lab.cli.train import ProgressReport
 from modenorm.lab.data import DataSet, ImageSet
-from modenorm.lab.training import Run, Training, find_runs, load_model, sources
+from modenorm.lab.training import Run, Training, find_runs, load_model, recipe, sources
+from modenorm.lab.training.checkpoint import Position
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -82,6 +88,57 @@ def test_train_shows_the_result_and_keeps_it(command: Command) -> None:
     assert listing.count("done") == 2
 
 
+def test_nothing_is_cut_off_on_a_narrow_terminal(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    folder = "runs [red] :smile: [/x]"
+    code, out, _ = command("train", *SHORT, "--runs", folder)
+    assert code == 0
+    assert "seconds" in out
+    assert "…" not in out
+    assert {len(line) for line in out.splitlines()} == {80}
+    code, out, _ = command("report", folder, "-o", f"{folder}/page.html")
+    assert code == 0
+    assert out.startswith(f"{folder}/page.html: 1 runs")
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_progress_shows_error_speed_and_time_left(width: int) -> None:
+    file = io.StringIO()
+    console = make_console(file=file, width=width, force_terminal=True, color_system=None)
+    config = recipe("resnet18", dataset="folder:tiny-imagenet-200", norm="mn", image_size=64)
+    report = ProgressReport(console)
+    training: Any = SimpleNamespace(
+        run=Run.of(config, Path("runs")),
+        position=Position(step=0, metrics=[{"test_error": 12.34}]),
+        schedule=SimpleNamespace(total=1000),
+        train_loss=1.0,
+    )
+    with report:
+        for step in (0, 500):
+            training.position.step = step
+            report(training)
+    _, _, last = file.getvalue().rpartition("error 12.34 %")
+    speed, left = last.split("samples/s")
+    assert int(speed.replace(",", "")) > 0
+    assert left.splitlines()[0].endswith((":--", ":00"))
+
+
+def test_broken_runs_are_listed_with_the_others(command: Command) -> None:
+    command("train", *SHORT, "--seeds", "3")
+    first, second, third = find_runs(Path("runs"))
+    (first.path / "config.json").write_text("{")
+    (second.path / "metrics.jsonl").write_text('nonsense\n{"a": 1}\n')
+    third.path.rename("runs/a[red]b")
+    code, listing, _ = command("runs", "runs")
+    assert code == 0
+    assert listing.count("broken") == 2
+    assert "a[red]b" in listing
+    assert f"{first.path.name}: config.json cannot be read" in listing
+    assert f"{second.path.name}: metrics.jsonl, line 2: no evaluation" in listing
+
+
 def test_settings_reach_the_configuration(command: Command) -> None:
     code, _, _ = command(
         "train", *SHORT, "--milestones", "2,3", "--augment", "--weight-decay", "0.001",
@@ -116,6 +173,12 @@ def test_automatic_modes_need_no_norm(command: Command) -> None:
     configs = [run.config for run in find_runs(Path("runs"))]
     assert sorted((c.norm, c.sparsity) for c in configs) == [("bn", 0.0), ("mn", 0.05)]
     assert {c.modes for c in configs if c.norm == "mn"} == {3}
+
+
+def test_imagenet_is_looked_for_among_the_data(command: Command) -> None:
+    code, _, errors = command("train", "--model", "resnet18", "--data", "sets", "--device", "cpu")
+    assert code == 2
+    assert "sets/imagenet/train: missing" in errors
 
 
 @pytest.mark.parametrize(

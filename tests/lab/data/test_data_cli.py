@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -73,7 +74,10 @@ def test_verify_damaged_and_missing(root, tmp_path):
     result = run("verify", "--data", tmp_path / "nowhere")
     assert result.exit_code == 2
     assert "no data set in" in result.output
-    assert run("verify", "what", "--data", root).exit_code == 2
+    for name in ("what", "builtin", f"folder:{root}"):
+        result = run("verify", name, "--data", root)
+        assert result.exit_code == 2
+        assert f"'{name}' is not a published data set: expected mnist" in result.output
 
 
 def test_verify_reads_the_files_not_the_cache(small):
@@ -94,6 +98,25 @@ def test_original_files_are_recognised(small, monkeypatch):
 def test_json_that_cannot_be_written(small):
     result = run("verify", "svhn", "--data", small, "--json", small / "test_32x32.mat" / "x.jsonl")
     assert result.exit_code == 2
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_json_on_a_full_disk_keeps_the_former_one(small, tmp_path, monkeypatch):
+    out = tmp_path / "results" / "data.jsonl"
+    out.parent.mkdir()
+    out.write_text("former\n")
+    path_open = Path.open
+
+    def full(path, mode="r", *args, **kwargs):
+        to = Path("/dev/full") if "w" in mode and path.parent == out.parent else path
+        return path_open(to, mode, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", full)
+    result = run("verify", "svhn", "--data", small, "--json", out)
+    assert result.exit_code == 2
+    assert f"cannot write {out}: No space left on device" in result.output
+    assert list(out.parent.iterdir()) == [out]
+    assert out.read_text() == "former\n"
 
 
 def test_published_counts():

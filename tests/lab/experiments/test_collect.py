@@ -116,7 +116,7 @@ def test_what_cannot_be_used_is_named(runs, tmp_path):
 def test_results_are_merged(runs, tmp_path):
     path = tmp_path / "results" / "table1.jsonl"
     lines = collect(CELLS, runs).lines
-    foreign = {"settings": "zzz", "seed": 0, "top_error": 1.0}
+    foreign = lines[0] | {"settings": "zzz", "seed": 0, "top_error": 1.0}
     update(path, [*lines[3:], foreign], CELLS)
     newer = [line | {"top_error": 10.0} for line in lines[:4]]
     update(path, newer, CELLS)
@@ -131,11 +131,19 @@ def test_results_are_merged(runs, tmp_path):
 
 def test_broken_results_are_refused_and_kept(tmp_path):
     path = tmp_path / "table1.jsonl"
-    for text in ('{"settings": "a", "seed": 0, "top_error": 1}\n{"sett', "[]\n", "{}\n"):
+    for text in ('{"sett', "[]\n", "{}\n"):
         path.write_text(text)
         with pytest.raises(ValueError, match=r"table1\.jsonl, line \d"):
             update(path, [], CELLS)
         assert path.read_text() == text
+
+
+@pytest.mark.parametrize("text", [b"\xff", b'{"settings": "a", "seed": 0, "top_error": 1.0}'])
+def test_lines_that_cannot_be_shown_are_named(tmp_path, text):
+    path = tmp_path / "table1.jsonl"
+    path.write_bytes(text + b"\n")
+    with pytest.raises(ValueError, match=r"table1\.jsonl, line 1 is no"):
+        read_lines(path)
 
 
 def test_a_training_of_two_tables_is_in_both(tmp_path):

@@ -1,5 +1,6 @@
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,10 @@ from PIL import Image
 
 from modenorm.lab.cli import main, reproduce
 from modenorm.lab.data import DataSet, ImageSet
-from modenorm.lab.experiments import TABLES, Cell
+from modenorm.lab.experiments import TABLES, Cell, figure
 from modenorm.lab.experiments.collect import read_lines
+from modenorm.lab.experiments.paper import FIGURE2, Figure
+from modenorm.lab.models import create_model
 from modenorm.lab.training import Run, Training, find_runs, sources
 
 Command = Callable[..., tuple[int, str, str]]
@@ -64,6 +67,63 @@ def command(
         return code, *capsys.readouterr()
 
     return run
+
+
+def test_nothing_is_cut_off_on_a_narrow_terminal(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = [replace(cell, group="ResNet20 on CIFAR-100") for cell in CELLS]
+    monkeypatch.setitem(TABLES, "table1", [*CELLS, *long])
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = command("table1", "--seeds", "2", "--limit", "1", *WHERE)
+    assert code == 0
+    assert "table1: LeNet, N=8" in out
+    assert "table1: ResNet20 on CIFAR-100" in out
+    assert "missing" in out
+    assert "…" not in out
+
+
+def test_a_name_that_no_run_has_is_told(command: Command) -> None:
+    code, out, err = command("table1", "--only", "nosuch", *WHERE)
+    assert (code, out) == (2, "")
+    assert "no run of table1 has 'nosuch' in its name" in err
+
+
+def test_pages_stay_as_they_are_without_results(command: Command) -> None:
+    code, _, err = command("pages", "--results", ".")
+    assert code == 2
+    assert "no README.md here" in err
+    text = "<!-- gains -->\n\nmeasured\n\n<!-- end -->\n"
+    Path("README.md").write_text(text)
+    code, _, err = command("pages", "--results", "nowhere")
+    assert code == 2
+    assert "nowhere is not a folder" in err
+    assert Path("README.md").read_text() == text
+
+
+def test_figure_is_drawn_from_its_training(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert FIGURE2.cell in TABLES["table3"]
+    model = create_model("vgg13", num_classes=10, norm="mn")
+    assert set(FIGURE2.layers) <= {name for name, _ in model.named_modules()}
+    monkeypatch.setattr(reproduce, "FIGURE2", Figure(CELLS[1], ("stage2.norm",)))
+    monkeypatch.setattr(figure, "load", sources.load)
+
+    code, out, _ = command("figure2", "--dry-run", *WHERE)
+    assert code == 0
+    assert "1 missing; 4 steps left" in out
+    code, _, err = command("figure2", *WHERE)
+    assert code == 0
+    assert "results/figure2.png shows what the modes of lenet-builtin-mn2" in err
+    assert [line["norm"] for line in read_lines(Path("results/table1.jsonl"))] == ["mn"]
+    with Image.open("results/figure2.png") as first:
+        assert min(first.size) > 32
+    Path("results/figure2.png").unlink()
+    code, _, err = command("figure2", *WHERE)
+    assert (code, "1/1 done" in err) == (0, False)
+    assert Path("results/figure2.png").exists()
+    assert command("figure2", *WHERE, "--runs", "other", "--device", "tpu")[0] == 2
 
 
 def test_trains_what_is_missing_and_shows_the_table(command: Command) -> None:
@@ -160,7 +220,7 @@ def test_bad_input_in_one_sentence(command: Command) -> None:
     assert code == 2
     assert err == (
         "modenorm: unknown table 'table7': expected table1, table2, table3, table4, table5, "
-        "extra, level, options, automatic, all, pages\n"
+        "extra, level, options, automatic, figure2, all, pages\n"
     )
     code, _, err = command("table4", *WHERE)
     assert code == 2

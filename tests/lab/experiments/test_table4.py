@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from modenorm.lab.data.folder import IMAGENETTE, recognise
-from modenorm.lab.experiments import TABLES, summarize
+from modenorm.lab.experiments import TABLES, summarize, update
 from modenorm.lab.experiments.collect import line, read_lines
 from modenorm.lab.experiments.paper import dataset_name, located, settings_key
 from modenorm.lab.experiments.plan import make_plan, total_steps
@@ -112,6 +112,25 @@ def test_a_wrong_imagenet_is_no_ilsvrc12() -> None:
     assert "top-5 10.00" in rows([summary])[0][4]
 
 
+def test_results_of_another_folder_are_not_taken_for_those_of_this_one(tmp_path: Path) -> None:
+    (cell,) = [c for c in TABLES["table4"] if "another" in c.group and c.label == "BN"]
+    first, second = (write_jpegs(tmp_path / name) for name in ("first", "second"))
+    config = located(cell.config(0), first)
+    about = {"run": config.run_id, "classes": 2, "train_images": 9}
+    update(tmp_path / "table4.jsonl", [line("table4", config, RESULT | about, [])], [cell])
+
+    def done(data: Path) -> int:
+        folders = {"data": data, "runs_dir": tmp_path / "runs", "results": tmp_path}
+        return len(make_plan(["table4"], range(1), **folders).runs["done"])
+
+    assert done(first) == done(tmp_path / "nowhere") == 1
+    next((second / "train").rglob("*.jpg")).unlink()
+    with pytest.raises(
+        ValueError, match=r"table4\.jsonl is of an image folder with 2 classes and 9"
+    ):
+        done(second)
+
+
 def test_end_to_end_on_two_ranks(tmp_path: Path) -> None:
     folder = write_jpegs(tmp_path / "pictures")
     (tmp_path / "short.py").write_text(SHORT)
@@ -123,7 +142,7 @@ def test_end_to_end_on_two_ranks(tmp_path: Path) -> None:
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("ResNet18 on another image folder (a stand-in)") == 2  # rank 0 alone
+    assert done.stdout.count("ResNet18 on another image folder (a stand-in)") == 1  # rank 0 alone
     lines = read_lines(tmp_path / "results" / "table4.jsonl")
     assert [each["norm"] for each in lines] == ["bn", "mn"]
     for each in lines:

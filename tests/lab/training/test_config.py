@@ -44,6 +44,8 @@ def test_patterns_of_modes_keep_their_order() -> None:
         ({"model": "alexnet"}, "model is 'alexnet', but must be one of lenet"),
         ({"dtype": "float16"}, "dtype is 'float16'"),
         ({"milestones": (20, 10)}, "in rising order"),
+        ({"milestones": (-1, 10)}, "above 0 and in rising order"),
+        ({"image_size": 0}, "image_size is 0, but must be at least 1"),
         ({"running_momentum": 0.0}, "above 0 and at most 1"),
     ],
 )

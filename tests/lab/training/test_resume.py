@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from fake_data import fake_config, fake_data
+from safetensors import safe_open
 
 from modenorm.lab.training import (
     Checkpoint,
@@ -230,6 +231,74 @@ def test_plain_safetensors_are_refused(tmp_path: Path) -> None:
         Checkpoint.load(tmp_path / "odd.safetensors")
     with pytest.raises(CheckpointError, match="does not exist"):
         Checkpoint.load(tmp_path / "absent.safetensors")
+
+
+def test_a_changed_byte_is_noticed(trained: Run, tmp_path: Path) -> None:
+    content = bytearray(trained.checkpoint.read_bytes())
+    content[-5] ^= 1
+    path = put(bytes(content), trained.config, tmp_path)
+    with pytest.raises(CheckpointError, match="another checksum") as error:
+        train(trained.config, tmp_path, data=fake_data())
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "change", ["{", {"step": "x"}, {"step": -1}, {"step": 99}, {"crc32": None}]
+)
+def test_a_checkpoint_with_another_header(
+    trained: Run, tmp_path: Path, change: str | dict[str, Any]
+) -> None:
+    from safetensors.torch import save
+
+    tensors = Checkpoint.load(trained.checkpoint).tensors
+    with safe_open(trained.checkpoint, framework="pt") as file:
+        header = json.loads(file.metadata()["training"])
+    if change == {"crc32": None}:
+        del header["crc32"]  # as before there was one
+    elif isinstance(change, dict):
+        header["position"] |= change
+    text = change if isinstance(change, str) else json.dumps(header)
+    path = put(save(tensors, {"training": text}), trained.config, tmp_path)
+    if "crc32" in change:
+        train(trained.config, tmp_path, data=fake_data())
+        return
+    with pytest.raises(CheckpointError) as error:
+        train(trained.config, tmp_path, data=fake_data())
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"final_error": 1}', None])
+def test_a_broken_result_is_named_and_can_be_made_again(
+    tmp_path: Path, content: str | None
+) -> None:
+    config = fake_config(total=3)
+    first = train(config, tmp_path, data=fake_data())
+    run = Run.of(config, tmp_path)
+    file = run.path / "result.json"
+    file.unlink() if content is None else file.write_text(content)
+    with pytest.raises(ValueError, match="no result of a training") as error:
+        train(config, tmp_path, data=fake_data())
+    assert str(file) in str(error.value)
+    (run.path / "done").unlink()
+    assert train(config, tmp_path, data=fake_data())["final_error"] == first["final_error"]
+
+
+@pytest.mark.parametrize("line", [b"{", b"[]", b"{}", b"\xff"])
+def test_broken_metrics_are_named(tmp_path: Path, line: bytes) -> None:
+    run = Run.of(fake_config(), tmp_path)
+    run.path.mkdir()
+    (run.path / "metrics.jsonl").write_bytes(line + b"\n")
+    with pytest.raises(ValueError, match=r"metrics\.jsonl holds no evaluations"):
+        run.metrics()
+
+
+def test_what_a_killed_process_left_half_written_is_removed(tmp_path: Path) -> None:
+    config = fake_config(total=3)
+    run = Run.of(config, tmp_path)
+    run.path.mkdir()
+    (run.path / ".checkpoint.safetensors.1.partial").write_bytes(b"half")
+    train(config, tmp_path, data=fake_data())
+    assert not list(run.path.glob(".*"))
 
 
 def test_a_trained_model_can_be_loaded_without_its_data(trained: Run) -> None:

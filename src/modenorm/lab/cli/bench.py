@@ -20,6 +20,7 @@ from modenorm.lab.bench.sparsity import SPARSITY_CASES, measure_sparsity
 from modenorm.lab.bench.sync import SYNC_CASES, measure_sync
 from modenorm.lab.bench.train import CASES, measure_training
 from modenorm.lab.provenance import provenance
+from modenorm.lab.training.files import write_whole
 from modenorm.lab.training.runner import choose_device
 
 app = typer.Typer(help="Measure speed and memory against torch's norms.", no_args_is_help=True)
@@ -216,8 +217,10 @@ def page_command(
     pages: list[Path] = typer.Option(PAGES, "--page", help="Pages with tables to rebuild."),
 ) -> None:
     """Rebuild the tables of README.md and of pages in docs/ from the measured results."""
+    if not results.is_dir():
+        raise ValueError(f"{results} is not a folder: set --results to that of bench_*.jsonl")
     for page in pages:
-        page.write_text(with_tables(page.read_text(), results))
+        write_whole(page, with_tables(page.read_text(), results).encode())
         typer.echo(f"rebuilt the tables of {page}")
 
 
@@ -290,4 +293,4 @@ def _write(path: Path | None, rows: list[dict[str, Any]]) -> None:
     """Write what there is so far: a long benchmark that is stopped keeps its results."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_whole(path, "".join(json.dumps(row) + "\n" for row in rows).encode())

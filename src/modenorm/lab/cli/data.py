@@ -18,7 +18,9 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
+from modenorm.lab.cli.shown import make_console, make_table
 from modenorm.lab.data import DataError
 from modenorm.lab.data.cache import FOLDER
 from modenorm.lab.data.catalog import MULTITASK, PUBLISHED
@@ -44,7 +46,7 @@ def one_sentence(command: Callable[P, None]) -> Callable[P, None]:
         try:
             command(*args, **kwargs)
         except (DataError, OSError) as error:
-            Console(stderr=True, soft_wrap=True).print(str(error), style="red", markup=False)
+            make_console(stderr=True, soft_wrap=True).print(str(error), style="red")
             raise typer.Exit(2) from None
 
     return run
@@ -54,19 +56,19 @@ def one_sentence(command: Callable[P, None]) -> Callable[P, None]:
 @one_sentence
 def list_sets(data: Folder = Path("data")) -> None:
     """Show which data sets are in the folder."""
-    table = Table(title=f"Data sets in {data}")
-    for heading in ("name", "images", "classes", "files", "cached"):
-        table.add_column(heading, justify="right" if heading in ("images", "classes") else "left")
+    headings = ("name", "images", "classes", "files", "cached")
+    table = make_table(*headings, right=("images", "classes"), title=f"Data sets in {data}")
     there = present(data)
     for name, published in PUBLISHED.items():
         images = " + ".join(str(sum(counts)) for counts in published.histograms.values())
-        where = str(published.find(data)[0].parent) if name in there else "[dim]not there"
+        missing = Text("not there", style="dim")
+        where = str(published.find(data)[0].parent) if name in there else missing
         cached = (data / FOLDER / f"{name}.safetensors").exists()
         classes = str(len(published.classes))
         table.add_row(name, images, classes, where, "yes" if cached else "")
     table.add_row("multitask", "243257 + 56032", "40", ", ".join(MULTITASK), "")
     table.add_row("builtin", "12000 + 4000", "40", "made by code", "")
-    Console().print(table)
+    make_console().print(table)
 
 
 @app.command()
@@ -117,7 +119,7 @@ def verify(
         for name in chosen:
             status.update(f"reading {name}")
             verdicts += check(name, data)
-    Console().print(_table(verdicts))
+    make_console().print(_table(verdicts))
     if json is not None:
         write_json(json, verdicts)
     wrong = [f"{v.dataset} {v.split}: {problem}" for v in verdicts for problem in v.problems]
@@ -126,9 +128,8 @@ def verify(
 
 
 def _table(verdicts: Iterable[Verdict]) -> Table:
-    table = Table(title="Data sets against what is published")
-    for heading in ("set", "split", "images", "shape", "per class", "files", "verdict"):
-        table.add_column(heading, justify="right" if heading == "images" else "left")
+    headings = ("set", "split", "images", "shape", "per class", "files", "verdict")
+    table = make_table(*headings, right=("images",), title="Data sets against what is published")
     for v in verdicts:
         low, high = min(v.histogram), max(v.histogram)
         table.add_row(
@@ -138,6 +139,6 @@ def _table(verdicts: Iterable[Verdict]) -> Table:
             "×".join(map(str, v.shape)),
             str(low) if low == high else f"{low}–{high}",
             "original" if v.original_files else "rewritten",
-            "[red]differs" if v.problems else "[green]ok",
+            Text("differs", style="red") if v.problems else Text("ok", style="green"),
         )
     return table

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from modenorm.lab.cli.shown import make_console
 from modenorm.lab.cli.train import ProgressReport
 from modenorm.lab.data import DataSet, load
 from modenorm.lab.demo import (
@@ -36,8 +37,8 @@ def demo_command(
 
     Takes two to three minutes on two CPU cores. An interrupted demo goes on where it stopped.
     """
-    console, began = Console(), time.monotonic()
-    console.print("Drawing 16,000 pictures of four domains ...", highlight=False)
+    console, began = make_console(), time.monotonic()
+    console.print("Drawing 16,000 pictures of four domains ...")
     data = load("builtin")
     outcomes = _train(data, output / "runs", epochs, seeds, device)
     failures = [outcome.failure for outcome in outcomes if outcome.failure]
@@ -50,7 +51,7 @@ def demo_command(
     write_page(page, records, demo_page(data))
     show(records, console)
     for failure in failures:
-        console.print(f"failed: {failure}", style="red", markup=False)
+        console.print(f"failed: {failure}", style="red")
     seconds = time.monotonic() - began
     console.print(f"\n{seconds:.0f} s in all. Open {page} in a browser to see it.", soft_wrap=True)
     if failures:
@@ -69,7 +70,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _train(data: DataSet, runs: Path, epochs: int, seeds: int, device: str | None) -> list[Outcome]:
-    console, configs = Console(stderr=True), demo_configs(epochs, range(seeds))
+    console, configs = make_console(stderr=True), demo_configs(epochs, range(seeds))
     try:
         with ProgressReport(console) as report, _one_thread():
             return train_many(
@@ -81,7 +82,10 @@ def _train(data: DataSet, runs: Path, epochs: int, seeds: int, device: str | Non
                 listener=report,
             )
     except KeyboardInterrupt:
-        console.print(f"Interrupted. {runs} keeps what was trained; `modenorm demo` goes on there.")
+        console.print(
+            f"Interrupted. {runs} keeps what was trained; `modenorm demo` goes on there.",
+            soft_wrap=True,
+        )
         raise typer.Exit(130) from None
 
 
@@ -95,10 +99,10 @@ def show(records: Sequence[Record], console: Console) -> None:
         means = [variant.mean("final_error"), *map(variant.domain, experiment.domains)]
         table.add_row(variant.label, *("-" if mean is None else str(mean) for mean in means))
     console.print(table)
-    console.print(*experiment.sentences(), sep="\n", highlight=False)
+    console.print(*experiment.sentences(), sep="\n")
     console.print(_modes_table(records, experiment.domains))
     for label, layer, by_domain in mode_rows(records):
-        console.print(f"{label}, {layer}: {separation(by_domain)}.", highlight=False)
+        console.print(f"{label}, {layer}: {separation(by_domain)}.")
 
 
 def _modes_table(records: Sequence[Record], domains: Sequence[str]) -> Table:

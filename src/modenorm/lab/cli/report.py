@@ -4,9 +4,9 @@ import dataclasses
 from pathlib import Path
 
 import typer
-from rich.console import Console
 
 from modenorm.findings import ModeReport
+from modenorm.lab.cli.shown import make_console
 from modenorm.lab.data import NAMES, load
 from modenorm.lab.experiments.published import published_numbers
 from modenorm.lab.report import (
@@ -44,10 +44,8 @@ def report_command(
     size = write_page(output, records, page)
     states = [record.state for record in records]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
-    Console().print(
-        f"{output}: {len(records)} runs ({counts or 'none'}), {size / 1e6:.1f} MB",
-        highlight=False,
-        soft_wrap=True,
+    make_console().print(
+        f"{output}: {len(records)} runs ({counts or 'none'}), {size / 1e6:.1f} MB", soft_wrap=True
     )
 
 
@@ -91,9 +89,9 @@ def modes_command(
         write_page(output, [_record(path, checkpoint, gallery)], _page(name, file, report))
     else:
         write_picture(contact_sheet(gallery), output)
-    console = Console()
+    console = make_console()
     console.print(report.table())
-    console.print(f"{output} shows what each mode claims", highlight=False, soft_wrap=True)
+    console.print(f"{output} shows what each mode claims", soft_wrap=True)
 
 
 def _record(path: Path, checkpoint: Checkpoint, gallery: Gallery) -> Record:

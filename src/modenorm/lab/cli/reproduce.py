@@ -1,7 +1,10 @@
 """`modenorm reproduce`: the paper's tables, trained and put beside the published numbers."""
 
+import itertools
 import time
+from collections.abc import Iterable, Sequence
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,8 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
 
+from modenorm.lab.cli.shown import make_console, make_table, name_column
 from modenorm.lab.experiments.automatic import MODES_HEADER, is_automatic, modes_rows
 from modenorm.lab.experiments.collect import (
     Keeper,
@@ -27,22 +30,27 @@ from modenorm.lab.experiments.collect import (
     results_file,
     update,
 )
+from modenorm.lab.experiments.figure import draw
 from modenorm.lab.experiments.page import conditions, with_results
+from modenorm.lab.experiments.paper import FIGURE2, Figure
 from modenorm.lab.experiments.plan import Plan, make_plan, steps_left, total_steps
 from modenorm.lab.experiments.summary import HEADER, orders, rows, summarize
 from modenorm.lab.experiments.tables import TABLES
 from modenorm.lab.training import Run, Training, train_many
+from modenorm.lab.training.files import write_whole
 from modenorm.lab.training.ranks import started_ranks
 
 PAGES = (Path("README.md"), Path("docs/reproduction.md"), Path("docs/automatic_modes.md"))
-TARGETS = (*TABLES, "all", "pages")
+TARGETS = (*TABLES, "figure2", "all", "pages")
 PLAIN_SECONDS = 30.0
 _machine = partial(typer.Option, rich_help_panel="Where")
 
 
 def reproduce_command(
     target: str = typer.Argument(
-        ..., metavar="TABLE", help=f"{', '.join(TABLES)}, all, or pages: only rebuild the tables."
+        ...,
+        metavar="TABLE",
+        help=f"{', '.join(TABLES)}, figure2, all, or pages: only rebuild the tables.",
     ),
     seeds: int = typer.Option(5, min=1, help="Seeds for each cell, counting up from 0."),
     limit: int | None = typer.Option(None, min=1, help="Train at most this many of what is left."),
@@ -69,6 +77,8 @@ def reproduce_command(
 
     Trainings that were interrupted go on; what is in the results already is not trained again.
 
+    figure2 is drawn from the run of Table 3 that it needs, into the folder of results.
+
     What is left to do:  modenorm reproduce all --dry-run
 
     On several GPUs:  torchrun --nproc-per-node=4 -m modenorm reproduce table4 --data IMAGENET
@@ -78,12 +88,6 @@ def reproduce_command(
     if target == "pages":
         _rebuild_pages(results)
         return
-    tables = list(TABLES) if target == "all" else [target]
-    plan = make_plan(tables, range(seeds), data=data, runs_dir=runs, results=results, only=only)
-    _warn(plan, tables)
-    if dry_run:
-        _show_plan(plan, Console())
-        return
     machine = {
         "data_dir": data,
         "device": device,
@@ -91,11 +95,40 @@ def reproduce_command(
         "workers": workers,
         "checkpoint_every": checkpoint_every,
     }
+    if target == "figure2":
+        _reproduce_figure(FIGURE2, dry_run, (runs, results), machine)
+        return
+    tables = list(TABLES) if target == "all" else [target]
+    plan = make_plan(tables, range(seeds), data=data, runs_dir=runs, results=results, only=only)
+    _warn(plan, tables)
+    if only and not any(plan.runs.values()):
+        raise ValueError(f"no run of {target} has {only!r} in its name: --dry-run lists them")
+    if dry_run:
+        _show_plan(plan, make_console())
+        return
     failures = _train(plan, plan.left(limit, retry_failed), tables, (runs, results), machine)
     for table in tables if started_ranks().leads else ():
-        _show_table(table, results, Console())
+        _show_table(table, results, make_console())
     if failures:
         raise typer.Exit(1)
+
+
+def _reproduce_figure(
+    figure: Figure, dry_run: bool, folders: tuple[Path, Path], machine: dict[str, Any]
+) -> None:
+    """Draw a figure, after its training if there is none."""
+    runs, results = folders
+    run, output = Run.of(figure.cell.config(0), runs), results / "figure2.png"
+    plan = Plan()
+    plan.runs[run.state].append(run)
+    if dry_run:
+        _show_plan(plan, make_console())
+        return
+    if run.state != "done" and _train(plan, [run], [figure.cell.table], folders, machine):
+        raise typer.Exit(1)
+    if started_ranks().leads:
+        draw(figure, run, machine["data_dir"], output)
+        _say(f"{output} shows what the modes of {run.path.name} claim")
 
 
 def _warn(plan: Plan, tables: list[str]) -> None:
@@ -162,44 +195,55 @@ def _collect(tables: list[str], runs: Path, results: Path) -> None:
 
 
 def _rebuild_pages(results: Path) -> None:
-    for page in filter(Path.exists, PAGES):
-        page.write_text(with_results(page.read_text(), results))
+    if not results.is_dir():
+        raise ValueError(f"{results} is not a folder: set --results to that of TABLE.jsonl")
+    pages = list(filter(Path.exists, PAGES))
+    if not pages:
+        raise ValueError(f"no {PAGES[0]} here: give this command in a checkout of the project")
+    for page in pages:
+        write_whole(page, with_results(page.read_text(), results).encode())
         _say(f"rebuilt the tables of {page}")
 
 
 def _show_plan(plan: Plan, console: Console) -> None:
-    table = Table("run", "state", "steps left")
+    table = make_table("run", "state", "steps left")
     for state, runs in plan.runs.items():
         for run in runs:
             left = 0 if state == "done" else steps_left([run])
             table.add_row(run.path.name, state, f"{left:,}")
     console.print(table)
     counts = ", ".join(f"{len(runs)} {state}" for state, runs in plan.runs.items())
-    console.print(f"{counts}; {steps_left(plan.left()):,} steps left", highlight=False)
+    console.print(f"{counts}; {steps_left(plan.left()):,} steps left")
 
 
 def _show_table(name: str, results: Path, console: Console) -> None:
     lines = read_lines(results_file(results, name))
     summaries = summarize(TABLES[name], lines)
-    table = Table(*HEADER, title=name)
-    for row in rows(summaries):
-        table.add_row(*row)
-    console.print(table)
+    _show_rows(name, HEADER, rows(summaries), console)
     if any(map(is_automatic, TABLES[name])):
-        found = Table(*MODES_HEADER, title=f"{name}: numbers of modes")
-        for row in modes_rows(TABLES[name], lines):
-            found.add_row(*row)
-        console.print(found)
+        found = modes_rows(TABLES[name], lines)
+        _show_rows(f"{name}, numbers of modes", MODES_HEADER, found, console)
     for sentence in [*orders(summaries), *([conditions(lines)] if lines else [])]:
-        console.print(sentence, highlight=False, soft_wrap=True)
+        console.print(sentence, soft_wrap=True)
+
+
+def _show_rows(
+    title: str, header: Sequence[str], found: Iterable[Sequence[str]], console: Console
+) -> None:
+    """A table for each experiment, which the first cells of the rows name."""
+    for group, members in itertools.groupby(found, key=itemgetter(0)):
+        table = make_table(*header[1:], title=f"{title}: {group}")
+        for row in members:
+            table.add_row(*row[1:])
+        console.print(table)
 
 
 def _say(text: str) -> None:
-    _console().print(text, highlight=False, soft_wrap=True, markup=False)
+    _console().print(text, soft_wrap=True)
 
 
 def _console() -> Console:
-    return Console(stderr=True, quiet=not started_ranks().leads)
+    return make_console(stderr=True, quiet=not started_ranks().leads)
 
 
 class OverallProgress:
@@ -214,7 +258,7 @@ class OverallProgress:
     def __init__(self, runs: int, steps: int, console: Console) -> None:
         self._console, self._runs, self._steps = console, runs, steps
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            name_column(),
             BarColumn(),
             TextColumn("{task.percentage:3.0f} %  {task.fields[error]}"),
             TimeElapsedColumn(),
@@ -259,4 +303,4 @@ class OverallProgress:
     def _tell(self, text: str) -> None:
         self._told = time.monotonic()
         if not self._console.is_terminal:
-            self._console.print(text, highlight=False, soft_wrap=True)
+            self._console.print(text, soft_wrap=True)

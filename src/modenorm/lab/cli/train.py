@@ -12,16 +12,19 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     Progress,
+    ProgressColumn,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.table import Column, Table
 
+from modenorm.lab.cli.shown import make_console, make_table, name_column
 from modenorm.lab.data import NAMES
+from modenorm.lab.experiments.paper import located
 from modenorm.lab.models import MODELS
-from modenorm.lab.training import Outcome, TrainConfig, Training, find_runs, recipe, train_many
+from modenorm.lab.report import read_records
+from modenorm.lab.training import Outcome, TrainConfig, Training, recipe, train_many
 from modenorm.lab.training.closing import DEFAULT_SPARSITY
 from modenorm.lab.training.ranks import started_ranks
 
@@ -31,7 +34,8 @@ _schedule = partial(
 )
 _machine = partial(typer.Option, rich_help_panel="Where")
 MOST_SHOWN = 9
-_RUN = Column("run", overflow="fold", min_width=20)
+WIDE = 100
+"""Columns of a terminal that has room for more than the error, the speed and the time left."""
 
 
 def train_command(
@@ -39,7 +43,8 @@ def train_command(
     dataset: str | None = _model(
         None,
         help=f"One of {', '.join(NAMES)} (builtin needs no files), or folder:PATH of images as "
-        "train/CLASS/IMAGE and val/CLASS/IMAGE; the paper's for the model unless given.",
+        "train/CLASS/IMAGE and val/CLASS/IMAGE; the paper's for the model unless given, for "
+        "resnet18 the folder imagenet in --data.",
     ),
     norm: str | None = _model(
         None,
@@ -152,6 +157,8 @@ def train_command(
         options=dict(_assignment(text) for text in options),
         **{name: value for name, value in given.items() if value is not None},
     )
+    if dataset is None:
+        config = located(config, data)
     configs = [dataclasses.replace(config, seed=seed + i) for i in range(seeds)]
     machine = {
         "data_dir": data,
@@ -162,20 +169,20 @@ def train_command(
         "tensorboard": tensorboard,
     }
     outcomes = _train(configs, runs, machine)
-    _show(outcomes, Console(quiet=not started_ranks().leads))
+    _show(outcomes, make_console(quiet=not started_ranks().leads))
     if any(outcome.failure for outcome in outcomes):
         raise typer.Exit(1)
 
 
 def _train(configs: list[TrainConfig], runs: Path, machine: dict[str, Any]) -> list[Outcome]:
-    console = Console(stderr=True, quiet=not started_ranks().leads)
+    console = make_console(stderr=True, quiet=not started_ranks().leads)
     try:
         with ProgressReport(console) as report:
             return train_many(configs, runs, listener=report, **machine)
     except KeyboardInterrupt:
         console.print(
             f"Interrupted. What was trained is kept in {runs}; give the same command to go on.",
-            highlight=False,
+            soft_wrap=True,
         )
         raise typer.Exit(130) from None
 
@@ -183,19 +190,23 @@ def _train(configs: list[TrainConfig], runs: Path, machine: dict[str, Any]) -> l
 def list_runs(
     folder: Path = typer.Argument(Path("runs"), help="The folder that was --runs in training."),
 ) -> None:
-    """List the runs in a folder: done, failed or incomplete, and their errors."""
-    table = Table(_RUN, "state", "samples", "final error %", "top error %")
-    for run in find_runs(folder):
-        metrics = run.metrics()
-        errors = [record["test_error"] for record in metrics]
+    """List the runs in a folder: done, failed, incomplete or broken, and their errors."""
+    table = make_table("run", "state", "samples", "final error %", "top error %")
+    records = read_records([folder])
+    for record in records:
+        errors = [entry["test_error"] for entry in record.metrics]
         table.add_row(
-            run.path.name,
-            run.state,
-            f"{metrics[-1]['samples']:,}" if metrics else "0",
+            record.name,
+            record.state,
+            f"{record.metrics[-1]['samples']:,}" if errors else "0",
             f"{errors[-1]:.2f}" if errors else "",
             f"{min(errors):.2f}" if errors else "",
         )
-    Console().print(table)
+    console = make_console()
+    console.print(table)
+    for record in records:
+        for problem in record.problems:
+            console.print(f"{record.name}: {problem}", soft_wrap=True)
 
 
 class ProgressReport:
@@ -204,12 +215,7 @@ class ProgressReport:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.fields[loss]}  {task.fields[error]}"),
-            TextColumn("{task.fields[modes]}  {task.fields[speed]}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
+            *_columns(wide=console.width >= WIDE),
             console=console,
             disable=not console.is_terminal,
         )
@@ -240,7 +246,7 @@ class ProgressReport:
             if not self._console.is_terminal:
                 parts = [name, f"step {step}/{training.schedule.total}", *fields.values()]
                 line = "  ".join(filter(None, parts))
-                self._console.print(line, highlight=False, soft_wrap=True)
+                self._console.print(line, soft_wrap=True)
 
     def _fields(self, training: Training) -> dict[str, Any]:
         began, first = self._began[training.run.path.name]
@@ -256,6 +262,13 @@ class ProgressReport:
         }
 
 
+def _columns(wide: bool) -> list[ProgressColumn]:
+    fields = ("loss", "error", "modes", "speed") if wide else ("error", "speed")
+    texts = [TextColumn(f"{{task.fields[{field}]}}") for field in fields]
+    times = [TimeElapsedColumn(), TimeRemainingColumn()]
+    return [name_column(), BarColumn(40 if wide else 8), *texts, *times[0 if wide else 1 :]]
+
+
 def _mode_numbers(modes: dict[str, Any]) -> str:
     """The distinct modes of every layer, in their order; of many layers the range.
 
@@ -268,10 +281,10 @@ def _mode_numbers(modes: dict[str, Any]) -> str:
 
 
 def _show(outcomes: list[Outcome], console: Console) -> None:
-    table = Table(_RUN, "final error %", "top error %", "by domain", "samples", "seconds")
+    table = make_table("run", "final error %", "top error %", "by domain", "samples", "seconds")
     for outcome in outcomes:
         if outcome.result is None:
-            console.print(f"failed: {outcome.failure}", highlight=False, soft_wrap=True)
+            console.print(f"failed: {outcome.failure}", soft_wrap=True)
             continue
         result = outcome.result
         if "num_modes" in result:
@@ -279,7 +292,6 @@ def _show(outcomes: list[Outcome], console: Console) -> None:
             console.print(
                 f"{result['run']} needs these modes: {numbers}; with them alone "
                 f"(pruned.safetensors) its error is {result['pruned_error']:.2f} %",
-                highlight=False,
                 soft_wrap=True,
             )
         domains = result["domain_errors"].items()

@@ -23,7 +23,9 @@ SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm"})
 TEST_FOLDERS = ("val", "validation", "test")
 ANNOTATIONS = "val_annotations.txt"
 PREFIX = "folder:"
-STAND_INS = ("tiny-imagenet-200", "imagenette", "stand-in")
+OTHER = "stand-in"
+"""An image folder that is none of the known ones."""
+STAND_INS = ("tiny-imagenet-200", "imagenette", OTHER)
 """Folders that take ILSVRC12's place in experiments: their errors are others than the paper's."""
 IMAGENETTE = frozenset(
     (
@@ -65,7 +67,7 @@ def recognise(folder: Path) -> str:
         return "imagenette"
     synsets = all(re.fullmatch(r"n\d{8}", name) for name in classes)
     known = {1000: "imagenet", 200: "tiny-imagenet-200"}
-    return known.get(len(classes), "stand-in") if synsets else "stand-in"
+    return known.get(len(classes), OTHER) if synsets else OTHER
 
 
 def _split(dataset: str) -> tuple[str, Path]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -18,6 +17,7 @@ from modenorm.lab.data.files import md5
 from modenorm.lab.data.registry import load
 from modenorm.lab.data.sets import DataError, ImageSet
 from modenorm.lab.provenance import commit
+from modenorm.lab.training.files import write_whole
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,9 @@ def present(root: Path) -> list[str]:
 
 def verify(name: str, root: Path) -> list[Verdict]:
     """Read a set from its files, never from the cache, and compare it with what is published."""
+    if name not in (*PUBLISHED, "multitask"):
+        expected = ", ".join((*PUBLISHED, "multitask"))
+        raise DataError(f"{name!r} is not a published data set: expected {expected}")
     data = load(name, root, use_cache=name == "multitask")
     parts = MULTITASK if name == "multitask" else (name,)
     original = all(_is_original(part, root) for part in parts)
@@ -106,7 +109,5 @@ def write_json(path: Path, verdicts: Iterable[Verdict]) -> None:
         "commit": commit(),
     }
     lines = [json.dumps(asdict(verdict) | provenance) for verdict in verdicts]
-    temporary = path.with_name(f"{path.name}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary.write_text("\n".join(lines) + "\n")
-    os.replace(temporary, path)
+    write_whole(path, ("\n".join(lines) + "\n").encode())

@@ -24,6 +24,8 @@ OF_RESULT = (
     "torch", "commit", "date",
 )  # fmt: skip
 
+NEEDED = {"table", "settings", "seed", "gpu", *OF_RESULT}
+"""What a line must have to be shown; what was added later may be missing."""
 OF_PRUNING = ("num_modes", "pruned_error", "pruned_domain_errors")
 
 
@@ -165,16 +167,16 @@ def read_lines(path: Path) -> list[Line]:
         return []
     return [
         _parse(text, f"{path}, line {number}")
-        for number, text in enumerate(path.read_text().splitlines(), start=1)
+        for number, text in enumerate(path.read_bytes().splitlines(), start=1)
     ]
 
 
-def _parse(text: str, where: str) -> Line:
+def _parse(text: bytes, where: str) -> Line:
     try:
         value = json.loads(text)
     except ValueError as error:
         raise ValueError(f"{where} is not JSON ({error}): mend or remove it") from None
-    if not isinstance(value, dict) or not {"settings", "seed", "top_error"} <= value.keys():
+    if not isinstance(value, dict) or not value.keys() >= NEEDED:
         raise ValueError(f"{where} is no result of a training: mend or remove it")
     return value
 

@@ -1,4 +1,4 @@
-"""The paper's tables as data: every cell with its settings and the number that was published.
+"""The paper's tables and Figure 2 as data: every cell, its settings and the published number.
 
 Errors are in percent. Open points of the paper and what is taken here: docs/reproduction.md.
 """
@@ -54,6 +54,14 @@ class Cell:
     def stand_in(self) -> bool:
         """Whether other data take the place of the paper's."""
         return folder_name(self.settings["dataset"]) in STAND_INS
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A picture of what modes claim: the training, with seed 0, and the layers it shows."""
+
+    cell: Cell
+    layers: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -210,6 +218,11 @@ TABLE3 = [
     )
     for cell in cells_of("table3", group, settings, {"BN": (bn, None), "MN K=2": (mn, None)})
 ]
+
+FIGURE2 = Figure(
+    next(c for c in TABLE3 if (c.group, c.label) == ("VGG13 on CIFAR-10", "MN K=2")),
+    ("features.conv3_64_1.norm", "features.conv3_256_1.norm"),
+)
 
 TABLE4 = [
     Cell(

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from modenorm.lab.data.folder import folder_path, index_folder
-from modenorm.lab.experiments.collect import borrow, read_lines, results_file
+from modenorm.lab.data.folder import OTHER, folder_path, index_folder
+from modenorm.lab.experiments.collect import Line, borrow, read_lines, results_file
 from modenorm.lab.experiments.paper import (
     TRAIN_IMAGES,
     Cell,
@@ -58,6 +58,7 @@ def make_plan(
     for table in tables:
         lines = read_lines(results_file(results, table)) + borrow(table, results)
         measured = {(line["settings"], line["seed"]) for line in lines}
+        _compare_stand_ins(lines, TABLES[table], data, results_file(results, table))
         absent = _without_data(TABLES[table], data)
         if len(absent) == len(_folders(TABLES[table], data)) or not is_image_folder(data):
             plan.without_data |= absent
@@ -73,6 +74,26 @@ def make_plan(
             state = "done" if (key, config.seed) in measured else run.state
             plan.runs[state].append(run)
     return plan
+
+
+def _compare_stand_ins(
+    lines: Iterable[Line], cells: Iterable[Cell], data: Path, file: Path
+) -> None:
+    """Refuse an image folder when the results are of another: both would go by one name."""
+    places = [located(cell.config(0), data) for cell in cells]
+    folder = next((folder_path(c.dataset) for c in places if dataset_name(c) == OTHER), None)
+    measured = [line for line in lines if line.get("dataset") == OTHER]
+    if folder is None or not measured or not folder.is_dir():
+        return
+    index = index_folder(folder)
+    ours = (len(index.classes), len(index.train.paths))
+    for line in measured:
+        theirs = (line.get("classes"), line.get("train_images"))
+        if theirs != ours:
+            raise ValueError(
+                f"{file} is of an image folder with {theirs[0]} classes and {theirs[1]} training "
+                f"images, {folder} has {ours[0]} and {ours[1]}: set --results to another folder"
+            )
 
 
 def _without_data(cells: Iterable[Cell], data: Path) -> dict[str, Path]:

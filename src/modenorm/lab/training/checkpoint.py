@@ -4,6 +4,7 @@ One file, replaced as a whole, cannot disagree with itself. Reading it runs no c
 """
 
 import json
+import zlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,30 +61,37 @@ class Checkpoint:
 
     def save(self, path: Path) -> None:
         """Replace the file at `path`, or leave it as it was and raise OSError."""
+        tensors = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
         header = {
             "format": FORMAT,
             "config": json.loads(self.config.to_json()),
             "about": asdict(self.about),
             "position": asdict(self.position),
+            "crc32": _checksum(tensors),
         }
-        tensors = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
         write_whole(path, save(tensors, metadata={"training": json.dumps(header)}))
 
     @classmethod
     def load(cls, path: Path) -> "Checkpoint":
         """Read a checkpoint; raises `CheckpointError` for anything else."""
-        header, tensors = _read(path)
+        text, tensors = _read(path)
         try:
+            header = json.loads(text)
             if header["format"] != FORMAT:
                 raise CheckpointError(
                     f"{path} has format {header['format']!r}, expected {FORMAT!r}: "
                     "use the version of modenorm that wrote it"
                 )
+            if header.get("crc32", checksum := _checksum(tensors)) != checksum:
+                raise CheckpointError(
+                    f"{path} has tensors of another checksum than when it was written: restore it "
+                    "from a copy, or delete it to start again"
+                )
             about = {name: tuple(values) for name, values in header["about"].items()}
             return cls(
                 config=TrainConfig.from_json(json.dumps(header["config"])),
                 about=About(**about),
-                position=Position(**header["position"]),
+                position=_position(header["position"]),
                 tensors=tensors,
             )
         except CheckpointError:
@@ -102,6 +110,14 @@ class Checkpoint:
                 "choose another folder for the runs"
             )
 
+    def check_length(self, total: int, path: Path) -> None:
+        """Refuse a checkpoint beyond the last step, as after images were taken from a folder."""
+        if self.position.step > total:
+            raise CheckpointError(
+                f"{path} is at step {self.position.step}, beyond the training's last, {total}: "
+                "restore the data it was trained on, or delete it to start again"
+            )
+
     def part(self, name: str) -> dict[str, Tensor]:
         """The tensors of one part, such as "model", without its prefix."""
         prefix = name + "."
@@ -112,7 +128,22 @@ class Checkpoint:
         }
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _position(values: dict[str, Any]) -> Position:
+    position = Position(**values)
+    if type(position.step) is not int or position.step < 0:
+        raise ValueError(f"its step is {position.step!r}")
+    return position
+
+
+def _checksum(tensors: dict[str, Tensor]) -> str:
+    value = 0
+    for name in sorted(tensors):
+        value = zlib.crc32(tensors[name].reshape(-1).view(torch.uint8).numpy().data, value)
+    return f"{value:08x}"
+
+
+def _read(path: Path) -> tuple[str, dict[str, Tensor]]:
+    """What a safetensors file says of its training, and its tensors."""
     try:
         with safe_open(path, framework="pt") as file:
             header = (file.metadata() or {}).get("training")
@@ -126,7 +157,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         ) from None
     if header is None:
         raise CheckpointError(f"{path} holds no training, only tensors: choose another file")
-    return json.loads(header), tensors
+    return header, tensors
 
 
 def build_model(config: TrainConfig, num_classes: int, generator: torch.Generator) -> nn.Module:

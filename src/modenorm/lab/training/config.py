@@ -104,6 +104,8 @@ class TrainConfig:
         object.__setattr__(self, "milestones", tuple(self.milestones))
         for name in ("batch", "groups", "total", "eval_every"):
             _require(self, name, getattr(self, name) >= 1, "at least 1")
+        large = self.image_size is None or self.image_size >= 1
+        _require(self, "image_size", large, "at least 1")
         counts = self.modes.values() if isinstance(self.modes, dict) else (self.modes,)
         whole = all(isinstance(k, int) and k >= 1 for k in counts)
         _require(self, "modes", bool(counts) and whole, "at least 1, or at least 1 for each layer")
@@ -123,8 +125,8 @@ class TrainConfig:
         _require(
             self, "options", self.options.keys() <= taken, f"of {sorted(taken)} for this model"
         )
-        rising = list(self.milestones) == sorted(set(self.milestones))
-        _require(self, "milestones", rising, "in rising order, such as 80,120")
+        rising = list(self.milestones) == sorted({m for m in self.milestones if m >= 1})
+        _require(self, "milestones", rising, "above 0 and in rising order, such as 80,120")
         if self.stream:
             _require(
                 self, "dataset", folder_path(self.dataset) is not None, "folder:PATH to stream"

@@ -4,6 +4,8 @@ import contextlib
 import os
 from pathlib import Path
 
+PARTIAL = ".partial"
+
 
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file so that its name always stands for the whole old or the whole new content.
@@ -11,7 +13,7 @@ def write_whole(path: Path, content: bytes) -> None:
     Raises:
         OSError: It could not be written; the old file, if there was one, is untouched.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
     try:
         with partial.open("wb") as file:
             file.write(content)
@@ -23,6 +25,12 @@ def write_whole(path: Path, content: bytes) -> None:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
         raise describe(error, path, "what was saved before is kept") from None
+
+
+def remove_partial(folder: Path) -> None:
+    """Remove what `write_whole` left in a folder when its process was killed."""
+    for path in folder.glob(f".*{PARTIAL}"):
+        path.unlink(missing_ok=True)
 
 
 def append_line(path: Path, line: str) -> None:

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from modenorm.lab.training.config import TrainConfig
-from modenorm.lab.training.files import append_line, describe, write_whole
+from modenorm.lab.training.files import append_line, describe, remove_partial, write_whole
 
 State = Literal["done", "failed", "incomplete", "missing"]
+RESULT = {"run", "final_error", "top_error", "domain_errors", "samples_seen", "seconds"}
+"""What every result tells."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,8 @@ class Run:
     def hold(self) -> Iterator[None]:
         """Make the directory, or take up one that exists, and keep other processes out of it.
 
-        A mark of failure is taken back. The system lets go of the directory by itself if this
-        process is killed.
+        A mark of failure is taken back, and what a killed process left half written is removed. The
+        system lets go of the directory by itself if this process is killed.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -73,6 +75,7 @@ class Run:
         with (self.path / "lock").open("w") as file, _closed_in_children(file):
             _lock(file, self.path)
             (self.path / "failed").unlink(missing_ok=True)
+            remove_partial(self.path)
             write_whole(self.path / "config.json", (self.config.to_json() + "\n").encode())
             yield
 
@@ -87,11 +90,14 @@ class Run:
 
     def metrics(self) -> list[dict[str, Any]]:
         """Read metrics.jsonl; a last line that was cut off is left out."""
+        file = self.path / "metrics.jsonl"
         try:
-            lines = (self.path / "metrics.jsonl").read_text().split("\n")[:-1]
+            lines = file.read_text().split("\n")[:-1]
+            return [_object(line, {"step", "samples", "test_error"}) for line in lines]
         except FileNotFoundError:
             return []
-        return [json.loads(line) for line in lines]
+        except ValueError as error:
+            raise ValueError(f"{file} holds no evaluations ({error}): mend or delete it") from None
 
     def finish(self, result: dict[str, Any]) -> None:
         """Write the result and mark the run as done."""
@@ -104,7 +110,24 @@ class Run:
 
     def result(self) -> dict[str, Any]:
         """Read the result of a run that is done."""
-        return json.loads((self.path / "result.json").read_text())
+        file = self.path / "result.json"
+        try:
+            return _object(file.read_text(), RESULT)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"{file} is no result of a training ({error}): delete {self.path / 'done'} and "
+                "give the same command again"
+            ) from None
+
+
+def _object(text: str, names: set[str]) -> dict[str, Any]:
+    """Read a JSON object that has these names."""
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a JSON object, got {type(value).__name__}")
+    if missing := names - value.keys():
+        raise ValueError(f"it has no {min(missing)}")
+    return value
 
 
 _held: set[IO[str]] = set()

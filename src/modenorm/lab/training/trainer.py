@@ -204,6 +204,7 @@ class Training:
         if path.exists():
             checkpoint = Checkpoint.load(path)
             checkpoint.check_config(self.run.config, path)
+            checkpoint.check_length(self.schedule.total, path)
             load_state(self.model, checkpoint.part("model"), path)
             copy_tensors(self._step.momentum_buffers, checkpoint.part("momentum"), path)
             copy_tensors({"sum": self._step.loss_sum}, checkpoint.part("loss"), path)
