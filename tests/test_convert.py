@@ -155,10 +155,56 @@ def test_hooks_are_carried_over_and_can_be_removed():
     model, seen = small_model(), []
     handle = model[1].register_forward_hook(lambda module, args, y: seen.append(type(module)))
     model[1].register_forward_pre_hook(lambda module, args: seen.append("before"))
-    replace_batchnorm(model)
+    replace_batchnorm(model, 1)
     model(images())
     assert seen == ["before", modenorm.ModeNorm2d]
     handle.remove()
+    model(images())
+    assert seen == ["before", modenorm.ModeNorm2d, "before"]
+    handle = model[1].register_forward_hook(lambda module, args, y: seen.append(type(module)))
+    to_batchnorm(model)
+    model(images())
+    assert seen[3:] == ["before", nn.BatchNorm2d]
+    handle.remove()
+    model(images())
+    assert seen[5:] == ["before"]
+
+
+def test_backward_hooks_are_carried_over():
+    model, seen = small_model(), []
+    model[1].register_full_backward_hook(lambda module, dx, dy: seen.append(type(module)))
+    replace_batchnorm(model, 1)
+    model(images()).sum().backward()
+    to_batchnorm(model)
+    model(images()).sum().backward()
+    assert seen == [modenorm.ModeNorm2d, nn.BatchNorm2d]
+
+
+def test_numbers_of_modes_by_any_name_of_a_shared_norm():
+    norm = nn.BatchNorm2d(3)
+    model = nn.ModuleDict({"a": nn.Sequential(norm), "b": nn.Sequential(norm)})
+    layers = replace_batchnorm(model, {"b.*": 4})
+    assert {name: layer.num_modes for name, layer in layers.items()} == {"a.0": 4}
+    assert model["b"][0] is layers["a.0"]
+
+
+def test_numbers_of_modes_for_no_norm():
+    with pytest.raises(ValueError, match="num_modes is an empty dict"):
+        replace_batchnorm(small_model(), {})
+
+
+def test_a_bias_alone_gets_a_row_per_mode():
+    norm = trained(nn.BatchNorm2d(3))
+    norm.weight = None
+    model, x = nn.Sequential(norm).eval(), images()
+    expected = model(x)
+    layer = replace_batchnorm(model, 2, per_mode_affine=True)["0"]
+    assert layer.weight is None
+    assert layer.bias.shape == (2, 3)
+    assert_close(model(x), expected, 1e-6)
+    with torch.no_grad():
+        layer.bias[1] += 1
+    assert to_batchnorm(model) == {}
 
 
 def test_sync_batch_norm_takes_any_rank():

@@ -80,3 +80,19 @@ def test_without_the_argument_an_optimizer_keeps_the_norms_parameters():
     before = replaced["1"].weight.detach().clone()
     step(model, optimizer, images())
     assert not torch.equal(replaced["1"].weight, before)
+
+
+def test_lbfgs_that_has_a_history_is_refused():
+    model = small_model()
+    optimizer = torch.optim.LBFGS(model.parameters())
+
+    def loss():
+        optimizer.zero_grad()
+        value = model(images()).square().mean()
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+    with pytest.raises(ValueError, match="LBFGS that has made a step"):
+        replace_batchnorm(model, optimizer=optimizer)
+    assert type(model[1]) is nn.BatchNorm2d

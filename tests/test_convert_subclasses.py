@@ -58,6 +58,37 @@ def test_lazy_norms_load_a_state():
 
 
 @LAZY
+@pytest.mark.parametrize("per_mode", [False, True], ids=["shared", "per_mode"])
+def test_lazy_norms_load_a_state_without_numbers(per_mode):
+    source, model = lazy_model(), lazy_model()
+    for each in (source, model):
+        replace_batchnorm(each, 2, per_mode_affine=per_mode)
+    model.load_state_dict(source.state_dict())
+    model(images())
+    assert model[1].running_mean.shape == (2, 4)
+
+
+@LAZY
+def test_lazy_norms_keep_hooks():
+    model, seen = lazy_model(), []
+    model[1].register_forward_pre_hook(lambda module, args: seen.append("before"))
+    model[1].register_forward_hook(lambda module, args, y: seen.append(type(module)))
+    model[1].register_full_backward_hook(lambda module, dx, dy: seen.append("backward"))
+    replace_batchnorm(model)
+    for _ in range(2):
+        model(images()).sum().backward()
+    assert seen == ["before", modenorm.ModeNorm2d, "backward"] * 2
+
+
+@LAZY
+def test_the_gate_of_a_lazy_norm_follows_a_move():
+    model = nn.Sequential(nn.LazyBatchNorm2d(affine=False))
+    replace_batchnorm(model)
+    model.double()(images().double())
+    assert model[0].gate.weight.dtype == torch.float64
+
+
+@LAZY
 def test_lazy_norms_need_a_batch_before_an_optimizer():
     model, optimizer = lazy_model(), torch.optim.SGD(nn.Linear(1, 1).parameters())
     with pytest.raises(ValueError, match="run one batch"):

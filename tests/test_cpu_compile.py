@@ -141,6 +141,12 @@ def test_without_a_compiler_torch_operators_run(cache, monkeypatch):
         assert_works()
 
 
+def test_a_compiler_that_is_no_command_is_passed_over(cache, monkeypatch):
+    monkeypatch.setenv("CC", 'cc "-O2')
+    assert path_of_library().exists()
+    assert_works()
+
+
 def test_switched_off(cache, monkeypatch):
     monkeypatch.setenv(native.SWITCH, "0")
     assert kernels.cpu_kernels() == f"torch operators: {native.SWITCH}=0"

@@ -97,3 +97,25 @@ def test_folding_into_the_convolution():
         fusion.fuse_conv_bn_eval(model[3], model[4]),
     )
     assert_close(folded(x), expected, 1e-12)
+
+
+@pytest.mark.parametrize("per_mode", [False, True], ids=["shared", "per_mode"])
+def test_statistics_too_large_for_float16(per_mode):
+    layer = modenorm.ModeNorm2d(3, 1, per_mode_affine=per_mode).half().eval()
+    layer.running_var.fill_(1e6)
+    layer.weight.requires_grad_(False)
+    model, x = nn.Sequential(layer), 1000 * images().half()
+    expected = model(x)
+    norm = to_batchnorm(model)["0"]
+    assert norm.weight.dtype == norm.running_var.dtype == torch.float32
+    assert (norm.weight.requires_grad, norm.bias.requires_grad) == (False, True)
+    assert model(x).dtype == torch.float16
+    assert_close(model(x).float(), expected.float(), 1e-3)
+
+
+def test_modes_on_the_meta_device_cannot_be_compared():
+    model = nn.Sequential(modenorm.ModeNorm2d(3, 2, device="meta"))
+    with pytest.raises(ValueError, match="0 is on the meta device"):
+        to_batchnorm(model)
+    model = nn.Sequential(modenorm.ModeNorm2d(3, 1, device="meta"))
+    assert to_batchnorm(model)["0"].weight.is_meta

@@ -125,8 +125,9 @@ def replace_batchnorm(
     """
     adapters = subclasses or {}
     check_model(model)
-    found = select(batchnorms(model), model, where)
-    modes = modes_of(found, num_modes)
+    norms_of_model = batchnorms(model)
+    found = select(norms_of_model, model, where)
+    modes = modes_of({module: norms_of_model[module] for module in found}, num_modes)
     found = {module: name for module, name in found.items() if module in modes}
     check_convertible(found, TARGETS, adapters)
     if isinstance(gate, nn.Module) and len(found) > 1:
@@ -160,7 +161,8 @@ def to_batchnorm(model: nn.Module, tolerance: float = 0.0) -> dict[str, nn.Modul
     These are layers with one mode, and layers whose modes have merged: with equal statistics (and
     equal parameters, if each mode has its own) the gates don't matter. In evaluation the model
     computes what it did before, exactly or to the tolerance; a batch norm can then be folded into
-    the convolution before it (`torch.nn.utils.fusion`) or quantized. Other layers are left.
+    the convolution before it (`torch.nn.utils.fusion`) or quantized. Other layers are left. A half
+    layer becomes a float32 batch norm if its statistics are too large for the half type.
 
     The running variance is copied as it is. A mode norm keeps the biased variance, batch norm the
     unbiased one, so further training moves it by n/(n − 1), n the values per channel in a batch.
@@ -182,6 +184,13 @@ def to_batchnorm(model: nn.Module, tolerance: float = 0.0) -> dict[str, nn.Modul
     check_model(model)
     if tolerance < 0:
         raise ValueError(f"tolerance is {tolerance}; it must be at least 0")
+    for name, layer in model.named_modules():
+        several = isinstance(layer, ModeNorm) and layer.num_modes > 1
+        if several and layer.running_mean is not None and layer.running_mean.is_meta:
+            raise ValueError(
+                f"{name or 'the layer'} is on the meta device, where modes have no values to "
+                f"compare; load the model's state first"
+            )
     found = {m: name for name, m in model.named_modules() if acts_as_batchnorm(m, tolerance)}
     return turn_to_batchnorm(model, found)
 
@@ -227,9 +236,20 @@ def _mode_norm(old: Any, name: str, num_modes: int, options: Options, fallback: 
     _take_parameters(old, layer)
     if not lazy:
         _take_statistics(old, layer)
-        for hooks in HOOKS:
-            getattr(layer, hooks).update(getattr(old, hooks))
+    _take_hooks(old, layer)
     return layer.train(old.training)
+
+
+def _take_hooks(old: Any, new: nn.Module) -> None:
+    """The same dicts, so that a hook's handle still removes it; lazy norms have their own."""
+    own = {old._initialize_hook.id} if isinstance(old, LazyModuleMixin) else set()
+    for name in HOOKS:
+        hooks = getattr(old, name)
+        if own:
+            getattr(new, name).update({key: h for key, h in hooks.items() if key not in own})
+        else:
+            setattr(new, name, hooks)
+    new._is_full_backward_hook = old._is_full_backward_hook
 
 
 @torch.no_grad()
@@ -241,6 +261,9 @@ def _take_parameters(old: Any, layer: ModeNorm) -> None:
             setattr(layer, key, parameter)
             continue
         own = getattr(layer, key)
+        if own is None:
+            own = nn.Parameter(parameter.new_empty((layer.num_modes, *parameter.shape)))
+            setattr(layer, key, own)
         own.requires_grad = parameter.requires_grad
         if not torch.nn.parameter.is_lazy(own):
             own.copy_(parameter)
@@ -303,7 +326,7 @@ def acts_as_batchnorm(module: nn.Module, tolerance: float) -> bool:
         return False
     var = module.running_var[0] + module.eps
     pairs = [(module.running_mean, var.sqrt()), (module.running_var, var)]
-    if module.per_mode_affine and module.weight is not None:
+    if module.per_mode_affine:
         pairs += [(p, p[0].abs()) for p in (module.weight, module.bias) if p is not None]
     return all(bool(((t - t[0]).abs() <= tolerance * scale).all()) for t, scale in pairs)
 
@@ -316,6 +339,7 @@ def _batch_norm(layer: Any) -> nn.Module:
     if make is None and layer.ranks is not None:
         make = partial(nn.SyncBatchNorm, process_group=layer.ranks.group)
     make = make or SOURCES[type(layer)]
+    dtype = like.dtype if _holds_statistics(like.dtype, layer) else layer.running_var.dtype
     norm = make(
         layer.num_features,
         eps=layer.eps,
@@ -323,13 +347,13 @@ def _batch_norm(layer: Any) -> nn.Module:
         affine=layer.weight is not None,
         track_running_stats=layer.running_mean is not None,
         device=like.device,
-        dtype=like.dtype,
+        dtype=dtype,
     )
     for key in ("weight", "bias"):
         parameter = getattr(layer, key)
-        if parameter is not None and layer.per_mode_affine:
-            merged = nn.Parameter(_merge(parameter))
-            parameter = merged.requires_grad_(parameter.requires_grad)
+        if parameter is not None and (layer.per_mode_affine or parameter.dtype != dtype):
+            merged = _merge(parameter) if layer.per_mode_affine else parameter
+            parameter = nn.Parameter(merged.to(dtype), requires_grad=parameter.requires_grad)
         setattr(norm, key, parameter)
     if layer.running_mean is not None:
         norm.running_mean.copy_(_merge(layer.running_mean))
@@ -337,9 +361,16 @@ def _batch_norm(layer: Any) -> nn.Module:
         norm.num_batches_tracked.copy_(layer.num_batches_tracked)
     if isinstance(layer, ModeNormAct2d):
         norm.drop, norm.act = layer.drop, layer.act
-    for hooks in HOOKS:
-        getattr(norm, hooks).update(getattr(layer, hooks))
+    _take_hooks(layer, norm)
     return norm.train(layer.training)
+
+
+def _holds_statistics(dtype: torch.dtype, layer: Any) -> bool:
+    """Whether running estimates, which a half layer keeps in float32, are no overflow in a type."""
+    if layer.running_mean is None or layer.running_mean.is_meta:
+        return True
+    largest = torch.finfo(dtype).max
+    return not any(bool((t.abs() > largest).any()) for t in (layer.running_mean, layer.running_var))
 
 
 def _merge(rows: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from modenorm.buffers import Float32Buffers, running_dtype
 from modenorm.checks import Options, check_choice, check_count, check_eps, check_options
@@ -201,7 +202,7 @@ class ModeNorm(_Heard, Float32Buffers):
     def _spread_batchnorm(self, state_dict: Any, prefix: str) -> None:
         """Take a batch norm's state: every mode starts from its statistics, the gate stays."""
         mean = state_dict.get(prefix + "running_mean")
-        if mean is None or mean.ndim != 1 or self.running_mean is None:
+        if mean is None or is_lazy(mean) or mean.ndim != 1 or self.running_mean is None:
             return
         names = ["running_mean", "running_var"]
         if self.per_mode_affine:

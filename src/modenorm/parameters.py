@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.optim import Adafactor, Adagrad, Optimizer
+from torch.optim import LBFGS, Adafactor, Adagrad, Optimizer
 
 from modenorm.layers import ModeGroupNorm, ModeNorm
 
@@ -74,6 +74,11 @@ def norm_parameters(model: nn.Module) -> NormParameters:
 
 def add_gates(optimizer: Optimizer, norms: dict[str, tuple[nn.Module, ModeNorm]]) -> None:
     """Add the gates' parameters beside the norms', and put parameters per mode in their place."""
+    if isinstance(optimizer, LBFGS) and optimizer.state:
+        raise ValueError(
+            "the optimizer is an LBFGS that has made a step, whose history is that of all "
+            "parameters together; convert the model without it, then make a new one"
+        )
     groups = optimizer.param_groups
     group_of = {id(p): group for group in groups for p in group["params"]}
     for name, (old, layer) in norms.items():

@@ -110,16 +110,22 @@ def _check_patterns(argument: str, patterns: Iterable[str], norms: Iterable[list
 
 
 def modes_of(
-    found: dict[nn.Module, str], num_modes: int | Mapping[str, int]
+    found: dict[nn.Module, list[str]], num_modes: int | Mapping[str, int]
 ) -> dict[nn.Module, int]:
-    """K of each norm that gets one."""
+    """K of each norm that gets one, given all its names."""
     if not isinstance(num_modes, Mapping):
         _check_modes(num_modes)
         return dict.fromkeys(found, num_modes)
-    _check_patterns("num_modes", num_modes, [[name] for name in found.values()])
+    if not num_modes:
+        raise ValueError("num_modes is an empty dict; give {name pattern: number of modes}")
+    _check_patterns("num_modes", num_modes, found.values())
     chosen = {}
-    for module, name in found.items():
-        matching = [k for pattern, k in num_modes.items() if fnmatchcase(name, pattern)]
+    for module, names in found.items():
+        matching = [
+            k
+            for pattern, k in num_modes.items()
+            if any(fnmatchcase(name, pattern) for name in names)
+        ]
         if matching:
             _check_modes(matching[0])
             chosen[module] = matching[0]

@@ -115,8 +115,9 @@ class _LazyModeNorm(LazyModuleMixin, ModeNorm):
                 tensor.materialize(shape)
         gate, device, dtype = self._gate_arguments
         del self._gate_arguments
-        if self.weight is not None:  # where `.to()` has moved it since
-            device, dtype = self.weight.device, self.weight.dtype
+        known = (self.weight, self.running_mean)
+        if (like := next((t for t in known if t is not None), None)) is not None:
+            device, dtype = like.device, like.dtype  # where `.to()` has moved it since
         self.gate = make_gate(gate, num_features, self.num_modes, device, dtype)
         self.gate.train(self.training)
         if isinstance(self.gate, StandardizedGate):

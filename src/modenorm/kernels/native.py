@@ -133,7 +133,11 @@ def _function(name: str, num_arrays: int, kinds: tuple[type, ...]) -> Callable[.
 
 def _compiler() -> tuple[str, ...] | None:
     """The command that compiles C: $CC, or what is usual."""
-    for command in (shlex.split(os.environ.get("CC", "")), *([name] for name in COMPILERS)):
+    try:
+        given = shlex.split(os.environ.get("CC", ""))
+    except ValueError:  # a quotation without end
+        given = []
+    for command in (given, *([name] for name in COMPILERS)):
         if command and (path := shutil.which(command[0])):
             return (path, *command[1:])
     return None
