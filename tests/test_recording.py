@@ -89,6 +89,11 @@ def test_recordings_nest_and_everything_is_restored_after_an_exception():
 
 def test_recordings_may_end_in_any_order():
     model, x = mode_model(), torch.randn(2, 3, 8, 8)
+    graphs = []
+    compiled = torch.compile(
+        lambda x: x + 1, backend=lambda graph, _: graphs.append(graph) or graph.forward
+    )
+    torch.compiler.reset()  # Dynamo is there
     first, second = contextlib.ExitStack(), contextlib.ExitStack()
     early = first.enter_context(record_gates(model))
     late = second.enter_context(record_gates(model))
@@ -99,6 +104,8 @@ def test_recordings_may_end_in_any_order():
     model(x)
     assert [len(early["1"]), len(late["1"]), len(early["4"]), len(late["4"])] == [1, 2, 1, 2]
     assert model[1].gate_listener is model[4].gate_listener is None
+    compiled(x)
+    assert len(graphs) == 1
 
 
 @pytest.mark.parametrize(

@@ -161,12 +161,31 @@ def record_gates(model: nn.Module, limit: int = DEFAULT_LIMIT) -> Iterator[GateR
     recording = GateRecording(limit)
     layers = mode_layers(model).items()
     heard = [(layer, recording._listener(name)) for name, layer in layers]
-    with _uncompiled(), listening(heard):
+    with _uncompiled, listening(heard):
         yield recording
 
 
-def _uncompiled() -> contextlib.AbstractContextManager[object]:
-    """Run compiled models as they are written: every entry of a list would compile them again."""
-    if "torch._dynamo" not in sys.modules:  # then nothing is compiled, and importing it takes long
-        return contextlib.nullcontext()
-    return torch.compiler.set_stance("force_eager")
+class _Uncompiled:
+    """Compiled models run as they are written: every entry of a list would compile them again.
+
+    From the first `with` to the end of the last, in whatever order they end.
+    """
+
+    def __init__(self) -> None:
+        self._open = 0
+        self._stance: Any = None
+
+    def __enter__(self) -> None:
+        self._open += 1
+        # without Dynamo nothing is compiled, and importing it takes long
+        if self._stance is None and "torch._dynamo" in sys.modules:
+            self._stance = torch.compiler.set_stance("force_eager")
+
+    def __exit__(self, *_: object) -> None:
+        self._open -= 1
+        if self._open == 0 and self._stance is not None:
+            self._stance.__exit__(None, None, None)
+            self._stance = None
+
+
+_uncompiled = _Uncompiled()
