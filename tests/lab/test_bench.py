@@ -10,7 +10,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import modenorm
-from modenorm.lab.bench import layer, sparsity
+from modenorm.lab.bench import layer, sparsity, train
 from modenorm.lab.bench.page import with_tables
 from modenorm.lab.bench.timing import alternating, extra
 from modenorm.lab.cli import app
@@ -54,7 +54,8 @@ def test_model_command(tmp_path):
     assert rows[1]["to_bn"] == pytest.approx(rows[1]["step_us"] / rows[0]["step_us"])
 
 
-def test_train_command(tmp_path):
+def test_train_command(tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "EVALUATION_SECONDS", 0.1)
     output = tmp_path / "train.jsonl"
     arguments = ["bench", "train", "--model", "lenet", "--batch", "4", "--parallel", "2"]
     arguments += ["--images", "40", "--steps", "48", "--rounds", "1", "--device", "cpu"]
@@ -74,7 +75,8 @@ def test_train_command(tmp_path):
     assert f"| MN K=2 | {rows[1]['step_us']:.0f} |" in table
 
 
-def test_train_command_on_a_folder(tmp_path):
+def test_train_command_on_a_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "EVALUATION_SECONDS", 0.1)
     for number in range(12):
         part = "val" if number < 4 else "train"
         path = tmp_path / "images" / part / f"class{number % 2}" / f"{number}.png"

@@ -6,19 +6,23 @@ import sys
 
 import pytest
 
+NAMES = ("narrow_conv", "max_pool", "stem_conv")
 
-@pytest.mark.parametrize(("value", "enabled"), [(None, True), ("1", True), ("0", False)])
-@pytest.mark.parametrize("name", ["narrow_conv", "max_pool", "stem_conv"])
-def test_switch_and_import_without_triton(name, value, enabled):
+
+@pytest.mark.parametrize(
+    ("switched", "value"), [((), None), (NAMES, "1"), *(((name,), "0") for name in NAMES)]
+)
+def test_switches_and_import_without_triton(switched, value):
+    """One of them switched off leaves the others on."""
     code = (
-        f"import sys; from modenorm.lab.models import {name} as m; "
-        "print(m.ENABLED, 'triton' in sys.modules)"
+        f"import sys; from modenorm.lab.models import {', '.join(NAMES)}; "
+        f"print({', '.join(f'{name}.ENABLED' for name in NAMES)}, 'triton' in sys.modules)"
     )
-    switch = f"MODENORM_{name.upper()}"
-    environment = {k: v for k, v in os.environ.items() if k != switch}
-    if value is not None:
-        environment[switch] = value
+    switches = {f"MODENORM_{name.upper()}": name for name in NAMES}
+    environment = {k: v for k, v in os.environ.items() if k not in switches}
+    environment |= {switch: value for switch, name in switches.items() if name in switched}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
-    assert done.stdout.split() == [str(enabled), "False"]
+    enabled = [str(value != "0" or name not in switched) for name in NAMES]
+    assert done.stdout.split() == [*enabled, "False"]

@@ -31,6 +31,8 @@ from modenorm.recording import record_gates
 
 __all__ = ["CASES", "TrainCase", "measure_training"]
 
+EVALUATION_SECONDS = 3.0
+"""For each of the three evaluations that are compared."""
 PIXEL_BYTES = 600_000_000
 """Most memory for the images of one case."""
 DEEP = {
@@ -203,7 +205,7 @@ def _evaluation(
             plain()
             usage.totals(placed.test.domains, 1).cpu()
 
-    plain_us, recorded_us, logged_us = alternating((plain, recorded, logged))
+    plain_us, recorded_us, logged_us = alternating((plain, recorded, logged), EVALUATION_SECONDS)
     eval_us = statistics.median(plain_us)
     recording, logging = extra(recorded_us, plain_us), extra(logged_us, plain_us)
     return {
