@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["Table", "tables_of", "with_tables"]
+__all__ = ["Table", "markdown_table", "tables_of", "with_tables"]
 
 Row = dict[str, Any]
 NAMES = {
@@ -37,7 +37,7 @@ class Table(NamedTuple):
 
     def markdown(self) -> str:
         """The table as a page in docs/ has it, without the caption."""
-        return f"{_markdown(self.header, self.lines)}\n\n{self.conditions}"
+        return f"{markdown_table(self.header, self.lines)}\n\n{self.conditions}"
 
 
 def with_tables(text: str, results: Path) -> str:
@@ -245,7 +245,8 @@ def _with_error(value: float | None, within: float | None) -> str:
     return _ratio(value) if within is None else f"{_ratio(value)} ± {_ratio(within)}"
 
 
-def _markdown(header: list[str], lines: list[list[str]]) -> str:
+def markdown_table(header: list[str], lines: list[list[str]]) -> str:
+    """A table in Markdown, with numbers in all columns but the first."""
     rule = ["---"] + ["--:"] * (len(header) - 1)
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *lines))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from modenorm.lab.bench.sparsity import SPARSITY_CASES, measure_sparsity
 from modenorm.lab.bench.sync import SYNC_CASES, measure_sync
 from modenorm.lab.bench.train import CASES, measure_training
 from modenorm.lab.provenance import provenance
-from modenorm.lab.training.files import write_whole
+from modenorm.lab.training.files import write_lines, write_whole
 from modenorm.lab.training.runner import choose_device
 
 app = typer.Typer(help="Measure speed and memory against torch's norms.", no_args_is_help=True)
@@ -293,4 +292,4 @@ def _write(path: Path | None, rows: list[dict[str, Any]]) -> None:
     """Write what there is so far: a long benchmark that is stopped keeps its results."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
+        write_lines(path, rows)

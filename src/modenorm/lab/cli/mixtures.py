@@ -10,7 +10,7 @@ from rich.table import Table
 
 from modenorm.lab.experiments import mixtures
 from modenorm.lab.experiments.mixtures import CANDIDATES, METHODS, TOLERANCES, TUNING_SEED
-from modenorm.lab.training.files import write_whole
+from modenorm.lab.training.files import write_lines
 
 NAMES = {False: "automatic_mixtures.jsonl", True: "automatic_tuning.jsonl"}
 
@@ -57,4 +57,4 @@ def _keep(file: Path, new: list[dict[str, Any]]) -> None:
     lines = [line for line in old if key(line) != key(new[0])] + new
     lines.sort(key=lambda line: (line["method"] != "none", key(line)))
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(file, "".join(json.dumps(line) + "\n" for line in lines).encode())
+    write_lines(file, lines)

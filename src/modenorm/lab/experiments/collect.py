@@ -16,7 +16,7 @@ from modenorm.lab.experiments.paper import (
 from modenorm.lab.experiments.tables import TABLES
 from modenorm.lab.report.records import Record, find_directories, read_record
 from modenorm.lab.training import Run, TrainConfig, Training
-from modenorm.lab.training.files import write_whole
+from modenorm.lab.training.files import write_lines
 
 Line = dict[str, Any]
 OF_RESULT = (
@@ -212,5 +212,5 @@ def update(path: Path, new: Iterable[Line], cells: Sequence[Cell]) -> list[Line]
     lines = merge(old, new, cells)
     if lines != old:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, "".join(json.dumps(each) + "\n" for each in lines).encode())
+        write_lines(path, lines)
     return lines

@@ -19,7 +19,7 @@ from torch.func import stack_module_state
 from torch.nn import functional
 
 from modenorm import ModeNorm1d, ModeSparsity, prune_modes, recalibrate
-from modenorm.lab.bench.page import _markdown
+from modenorm.lab.bench.page import markdown_table
 from modenorm.lab.data.loader import derive_seed
 from modenorm.lab.provenance import provenance
 from modenorm.lab.training.closing import DEFAULT_SPARSITY
@@ -345,7 +345,7 @@ def mixtures_tables(lines: Sequence[Line]) -> str:
     Mixture by mixture with the default tolerance alone.
     """
     default = [line for line in lines if line["tolerance"] == DEFAULT_TOLERANCE]
-    return "\n\n".join([_markdown(*summary(default)), tuning_table(lines)])
+    return "\n\n".join([markdown_table(*summary(default)), tuning_table(lines)])
 
 
 def tuning_table(lines: Sequence[Line]) -> str:
@@ -357,4 +357,4 @@ def tuning_table(lines: Sequence[Line]) -> str:
         f"{BATCH} samples; {about['device']}, torch {about['torch']}, commit {commits}, "
         f"{about['date'][:10]}."
     )
-    return "\n\n".join([_markdown(*errors(lines)), conditions])
+    return "\n\n".join([markdown_table(*errors(lines)), conditions])

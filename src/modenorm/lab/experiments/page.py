@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from pathlib import Path
 
-from modenorm.lab.bench.page import _markdown
+from modenorm.lab.bench.page import markdown_table
 from modenorm.lab.experiments.automatic import MODES_HEADER, modes_rows
 from modenorm.lab.experiments.claims import PARAMETER_HEADER, parameter_rows
 from modenorm.lab.experiments.collect import Line, read_lines, results_file
@@ -57,7 +57,7 @@ def with_results(text: str, results: Path) -> str:
 
 def parameters_text(_: Path) -> str:
     """What the norms add to the networks' parameters, in Markdown."""
-    return _markdown(list(PARAMETER_HEADER), parameter_rows())
+    return markdown_table(list(PARAMETER_HEADER), parameter_rows())
 
 
 def gains_text(results: Path) -> str:
@@ -67,7 +67,8 @@ def gains_text(results: Path) -> str:
     found = gain_rows(summaries)
     if not found:
         return "_not measured yet_"
-    return f"{_markdown(list(GAIN_HEADER), found)}\n\n{conditions(list(chain(*lines.values())))}"
+    table = markdown_table(list(GAIN_HEADER), found)
+    return f"{table}\n\n{conditions(list(chain(*lines.values())))}"
 
 
 def table_text(results: Path, table: str) -> str:
@@ -77,7 +78,7 @@ def table_text(results: Path, table: str) -> str:
         return "_not measured yet_"
     summaries = summarize(TABLES[table], lines)
     sentences = "\n".join(f"- {sentence}" for sentence in orders(summaries))
-    parts = [_markdown(list(HEADER), rows(summaries)), sentences, conditions(lines)]
+    parts = [markdown_table(list(HEADER), rows(summaries)), sentences, conditions(lines)]
     return "\n\n".join(filter(None, parts))
 
 
@@ -85,7 +86,7 @@ def gates_text(results: Path, table: str) -> str:
     """How a table's trainings share the samples out among the modes, in Markdown."""
     lines = read_lines(results_file(results, table))
     found = gate_rows(TABLES[table], lines)
-    return _markdown(list(GATE_HEADER), found) if found else "_not measured yet_"
+    return markdown_table(list(GATE_HEADER), found) if found else "_not measured yet_"
 
 
 def modes_text(results: Path, table: str) -> str:
@@ -93,7 +94,7 @@ def modes_text(results: Path, table: str) -> str:
     lines = read_lines(results_file(results, table))
     if not lines:
         return "_not measured yet_"
-    found = _markdown(list(MODES_HEADER), modes_rows(TABLES[table], lines))
+    found = markdown_table(list(MODES_HEADER), modes_rows(TABLES[table], lines))
     return f"{found}\n\n{conditions(lines)}"
 
 

@@ -1,8 +1,11 @@
 """Files that are whole or not there at all, whatever happens while they are written."""
 
 import contextlib
+import json
 import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 PARTIAL = ".partial"
 
@@ -25,6 +28,11 @@ def write_whole(path: Path, content: bytes) -> None:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
         raise describe(error, path, "what was saved before is kept") from None
+
+
+def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Write JSON objects, one a line, as `write_whole` does."""
+    write_whole(path, "".join(json.dumps(record) + "\n" for record in records).encode())
 
 
 def remove_partial(folder: Path) -> None:

@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from modenorm.lab.training.config import TrainConfig
-from modenorm.lab.training.files import append_line, describe, remove_partial, write_whole
+from modenorm.lab.training.files import (
+    append_line,
+    describe,
+    remove_partial,
+    write_lines,
+    write_whole,
+)
 
 State = Literal["done", "failed", "incomplete", "missing"]
 RESULT = {"run", "final_error", "top_error", "domain_errors", "samples_seen", "seconds"}
@@ -81,8 +87,7 @@ class Run:
 
     def set_metrics(self, records: Iterable[dict[str, Any]]) -> None:
         """Make metrics.jsonl hold these records alone, as after a resume."""
-        text = "".join(json.dumps(record) + "\n" for record in records)
-        write_whole(self.path / "metrics.jsonl", text.encode())
+        write_lines(self.path / "metrics.jsonl", records)
 
     def add_metrics(self, record: dict[str, Any]) -> None:
         """Append one record to metrics.jsonl."""
