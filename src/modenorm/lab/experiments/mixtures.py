@@ -82,7 +82,7 @@ class Method:
 
     name: str
     strength: float
-    closing: float = DEFAULT_SPARSITY
+    closing: float = 0.1
 
     @property
     def kind(self) -> str:
@@ -93,7 +93,7 @@ class Method:
 WITHOUT_CLOSING = tuple(Method("entropy", strength, closing=0.0) for strength in (0.0, 0.2))
 METHODS = (
     *WITHOUT_CLOSING,
-    Method("entropy", 0.0),
+    *(Method("entropy", 0.0, closing) for closing in (DEFAULT_SPARSITY, 0.1)),
     *(Method(name, strength) for name, strength in DEFAULT_STRENGTH.items()),
 )
 CANDIDATES = (

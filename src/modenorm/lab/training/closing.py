@@ -11,8 +11,10 @@ from modenorm.lab.data.loader import Batches
 from modenorm.pruning import DEFAULT_TOLERANCE, Pruning
 from modenorm.resizing import close_modes
 
-DEFAULT_SPARSITY = 2 * DEFAULT_TOLERANCE
-"""Tolerance of closing: twice as much as at the end, since training goes on and makes up for it."""
+DEFAULT_SPARSITY = DEFAULT_TOLERANCE
+"""Tolerance of closing."""
+AT_THE_END = 0.1
+"""Part of that tolerance for the last pruning: no step follows that could make up for a change."""
 PRUNING_SAMPLES = 2048
 """Of the training set: on these the smaller model is compared with the larger one."""
 

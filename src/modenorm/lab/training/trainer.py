@@ -22,7 +22,7 @@ from modenorm.lab.data.loader import derive_seed
 from modenorm.lab.models import generator_states, generators, load_generator_states
 from modenorm.lab.provenance import provenance
 from modenorm.lab.training.checkpoint import Checkpoint, Position, copy_tensors, load_state
-from modenorm.lab.training.closing import PRUNING_SAMPLES, close, pruned
+from modenorm.lab.training.closing import AT_THE_END, PRUNING_SAMPLES, close, pruned
 from modenorm.lab.training.evaluate import count_errors, errors
 from modenorm.lab.training.events import Events
 from modenorm.lab.training.ranks import Ranks
@@ -341,7 +341,7 @@ class Training:
         self.lane.synchronize()
         config = self.run.config
         with self.lane.enter():
-            given = (self._step.loader, self._pruning_batches(), config.sparsity / 2)
+            given = (self._step.loader, self._pruning_batches(), AT_THE_END * config.sparsity)
             model, report = pruned(self.model, *given)
             names = self.data.about.domain_names
             counts = count_errors(model, self.data.test, len(names), self._dtype)
