@@ -69,10 +69,10 @@ def test_the_command_keeps_and_shows_results(
         assert result.exit_code == 0, result.output
     file = tmp_path / "automatic_mixtures.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [line["method"] for line in lines] == ["none"] * 8 + ["switch"] * 4
-    assert [line["closing"] for line in lines] == [0.0] * 4 + [0.1] * 8
-    assert [line["seed"] for line in lines] == [0] * 12
-    assert [line["tolerance"] for line in lines] == [0.05, 0.1] * 6
+    assert [line["method"] for line in lines] == ["none"] * 12 + ["switch"] * 4
+    assert [line["closing"] for line in lines] == [0.0] * 4 + [0.05] * 4 + [0.1] * 8
+    assert [line["seed"] for line in lines] == [0] * 16
+    assert [line["tolerance"] for line in lines] == [0.05, 0.1] * 8
     assert all(1 <= line["found"] <= 8 for line in lines)
     assert lines[0].keys() >= {"commit", "torch", "device", "date", "steps"}
     result = CliRunner().invoke(app, [*arguments, "--tune", "--method", "switch"])
