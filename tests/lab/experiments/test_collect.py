@@ -8,7 +8,7 @@ from fake_results import fake_run
 from modenorm.lab.experiments import TABLES, collect, summarize, update, with_results
 from modenorm.lab.experiments.collect import borrow, read_lines
 from modenorm.lab.experiments.gates import gate_rows
-from modenorm.lab.experiments.page import busy_minutes
+from modenorm.lab.experiments.page import busy_minutes, cost_text
 from modenorm.lab.experiments.summary import HEADER, Difference, orders, rows
 
 ROOT = Path(__file__).parents[3]
@@ -228,3 +228,12 @@ def test_minutes_count_overlapping_trainings_once():
     # 0 to 60 and 30 to 90, then a pause, then 120 to 150
     assert busy_minutes([ended(90, 60), ended(60, 60), ended(150, 30)]) == pytest.approx(2.0)
     assert busy_minutes([]) == 0
+
+
+def test_the_cost_of_each_experiment_is_shown(runs, tmp_path):
+    update(tmp_path / "table1.jsonl", collect(CELLS, runs).lines, CELLS)
+    # all end at the same moment, after a second and a half
+    assert cost_text(tmp_path).splitlines()[2:] == [
+        "| table1 | LeNet, N=128 | 7 | 0.0 |",
+        "| all |  | 7 | 0.0 |",
+    ]

@@ -13,6 +13,7 @@ from modenorm.lab.experiments.claims import PARAMETER_HEADER, parameter_rows
 from modenorm.lab.experiments.collect import Line, read_lines, results_file
 from modenorm.lab.experiments.gates import GATE_HEADER, gate_rows
 from modenorm.lab.experiments.mixtures import mixtures_tables, tuning_table
+from modenorm.lab.experiments.paper import PAPER_TABLES
 from modenorm.lab.experiments.summary import (
     GAIN_HEADER,
     HEADER,
@@ -33,7 +34,8 @@ def with_results(text: str, results: Path) -> str:
     A table stands between a marker and `<!-- end -->`: errors after `<!-- results TABLE -->`, the
     gates' shares after `<!-- gates TABLE -->`, found numbers of modes after `<!-- modes TABLE -->`,
     what `modenorm mixtures` found after `<!-- mixtures FILE -->`, numbers of parameters after
-    `<!-- parameters -->`, and MN beside BN wherever both are measured after `<!-- gains -->`.
+    `<!-- parameters -->`, MN beside BN wherever both are measured after `<!-- gains -->`, and the
+    minutes that each table took after `<!-- cost -->`.
     """
     makers: dict[str, Callable[..., str]] = {
         "results": table_text,
@@ -42,6 +44,7 @@ def with_results(text: str, results: Path) -> str:
         "mixtures": mixtures_text,
         "parameters": parameters_text,
         "gains": gains_text,
+        "cost": cost_text,
     }
 
     def rebuild(match: re.Match[str]) -> str:
@@ -69,6 +72,25 @@ def gains_text(results: Path) -> str:
         return "_not measured yet_"
     table = markdown_table(list(GAIN_HEADER), found)
     return f"{table}\n\n{conditions(list(chain(*lines.values())))}"
+
+
+def cost_text(results: Path) -> str:
+    """What the paper's tables took, in Markdown."""
+    everything: list[Line] = []
+    rows = []
+    for table, cells in PAPER_TABLES.items():
+        lines = read_lines(results_file(results, table))
+        everything += lines
+        for group in dict.fromkeys(cell.group for cell in cells):
+            keys = {cell.key for cell in cells if cell.group == group}
+            if found := [line for line in lines if line["settings"] in keys]:
+                rows.append([table, group, *_cost(found)])
+    rows.append(["all", "", *_cost(everything)])
+    return markdown_table(["table", "experiment", "trainings", "minutes"], rows)
+
+
+def _cost(lines: Sequence[Line]) -> tuple[str, str]:
+    return str(len(lines)), f"{busy_minutes(lines):.1f}"
 
 
 def table_text(results: Path, table: str) -> str:
