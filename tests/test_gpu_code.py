@@ -40,8 +40,12 @@ def compile_for(launch, capability):
             kind = "bf16" if parameter.name in STREAMED else "fp32"
             signature[parameter.name] = f"*{OTHER_TYPES.get(parameter.name, kind)}"
             attributes[(i,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, int) and value == 1:  # Triton makes a constant of it
+            signature[parameter.name], constants[(i,)] = "constexpr", value
         else:
             signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+            if isinstance(value, int) and value % 16 == 0:
+                attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(launch.kernel, signature, constants, attributes)
     target = GPUTarget("cuda", capability, 32)
     return triton.compile(source, target=target, options=launch.options)
@@ -84,6 +88,16 @@ def test_kernels_compile(capability, channels_last, monkeypatch):
         ptx = compile_for(launch, capability).asm["ptx"]
         assert ("griddepcontrol.wait" in ptx) == (capability >= 90), launch.kernel.__name__
         assert not takes_product_from_itself(ptx), launch.kernel.__name__
+
+
+@pytest.mark.parametrize("positions", [1024, 3136])
+def test_sums_stay_in_registers(positions, monkeypatch, tmp_path):
+    """The largest tiles, 64 numbers for each thread, twice."""
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    monkeypatch.setattr(launches, "can_overlap", lambda: True)
+    passes = Passes(Geometry(128, 64, positions, True, torch.bfloat16))
+    for launch in (passes.moments, passes.reduce_backward):
+        assert resources(compile_for(launch, 90), tmp_path)["STACK"] == 0, launch.kernel.__name__
 
 
 @pytest.mark.parametrize("affine", [(False, False, False), (True, True, False), (True, True, True)])
