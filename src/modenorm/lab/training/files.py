@@ -13,9 +13,15 @@ PARTIAL = ".partial"
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file so that its name always stands for the whole old or the whole new content.
 
+    A link stays, and what it leads to is written; so do a device and a pipe, such as /dev/null.
+
     Raises:
         OSError: It could not be written; the old file, if there was one, is untouched.
     """
+    if path.is_char_device() or path.is_fifo():
+        path.write_bytes(content)
+        return
+    path = path.resolve() if path.is_symlink() else path
     partial = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
     try:
         with partial.open("wb") as file:
