@@ -194,6 +194,8 @@ def test_imagenet_is_looked_for_among_the_data(command: Command) -> None:
         (["--modes", "auto", "--sparsity", "0"], "needs a --sparsity above 0"),
         (["--options", "tanh"], "expected NAME=VALUE"),
         (["--options", "colour=1"], "colour"),
+        (["--options", "activation=[1]"], "unknown activation [1]; known: relu"),
+        (["--model", "nin", "--options", "dropout=half"], "must be in [0, 1), got 'half'"),
         (["--device", "tpu"], "unknown device 'tpu'"),
         (["--runs", "/dev/null/runs"], "cannot write /dev/null/runs"),
     ],
