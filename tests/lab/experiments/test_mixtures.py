@@ -85,6 +85,17 @@ def test_the_command_keeps_and_shows_results(
     assert isinstance(CliRunner().invoke(app, ["mixtures", "--method", "x"]).exception, ValueError)
 
 
+@pytest.mark.parametrize("text", ['{"method": "no', '{"method": "none"}'])
+def test_broken_results_are_named_before_anything_is_trained(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "automatic_mixtures.jsonl"
+    file.write_text(text + "\n")
+    result = CliRunner().invoke(app, ["mixtures", "--results", str(tmp_path)])
+    assert f"{file}, line 1 is no" in str(result.exception)
+    with pytest.raises(ValueError, match="line 1 is no"):
+        with_results("<!-- mixtures automatic_mixtures --> <!-- end -->", tmp_path)
+    assert file.read_text() == text + "\n"
+
+
 def test_the_summary_counts() -> None:
     line = {"mixture": "a", "modes": 2, "method": "none", "strength": 0.0, "tolerance": 0.05}
     lines = [line | {"found": found, "closing": 0.0} for found in (2, 2, 3)]
