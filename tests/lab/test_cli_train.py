@@ -190,6 +190,7 @@ def test_imagenet_is_looked_for_among_the_data(command: Command) -> None:
         (["--dataset", "nowhere"], "unknown data set 'nowhere'"),
         (["--dataset", "cifar10"], "cifar"),
         (["--batch", "0"], "batch is 0"),
+        (["--image-size", "16"], "image_size is 16, but builtin has a size of its own"),
         (["--milestones", "a,b"], "expected whole numbers"),
         (["--norm", "mgn", "--modes", "auto"], "--modes auto is for mn alone: use --norm mn"),
         (["--modes", "auto", "--sparsity", "0"], "needs a --sparsity above 0"),
