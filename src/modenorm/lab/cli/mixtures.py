@@ -5,8 +5,8 @@ from typing import Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
+from modenorm.lab.cli.shown import make_table
 from modenorm.lab.experiments import mixtures
 from modenorm.lab.experiments.mixtures import CANDIDATES, METHODS, NEEDED, TOLERANCES, TUNING_SEED
 from modenorm.lab.training.files import read_objects, write_lines
@@ -41,7 +41,7 @@ def mixtures_command(
         Console(stderr=True).print(f"{lines[0]['method']} {lines[0]['strength']}: in {file}")
     found = read_objects(file, NEEDED)
     for header, rows in (mixtures.summary(found), mixtures.errors(found)):
-        table = Table(*header)
+        table = make_table(*header)
         for row in rows:
             table.add_row(*row)
         Console().print(table)
