@@ -3,12 +3,13 @@
 import copy
 import json
 import math
+from collections import OrderedDict
 
 import pytest
 import torch
 from torch import nn
 
-from modenorm import ModeGroupNorm, ModeNorm1d, mode_report, record_gates
+from modenorm import ModeGroupNorm, ModeNorm1d, ModeNorm2d, mode_report, record_gates
 from modenorm.modes import effective_size, mutual_information, statistics_distances
 from small_models import mode_model
 
@@ -163,10 +164,21 @@ def test_json_and_table():
     assert [layer["name"] for layer in found["layers"]] == ["1", "4"]
     assert found["layers"][1]["shares"] == list(report.layers[1].shares)
     assert found["findings"] == report.findings()
-    console = rich.Console(width=200)
+    console = rich.Console(width=80)
     with console.capture() as text:
         console.print(report.table())
     assert f"{report.layers[0].entropy:.3f}" in text.get()
+
+
+def test_words_of_the_table_stay_whole_on_80_columns():
+    rich = pytest.importorskip("rich.console")
+    model = nn.Sequential(OrderedDict(a_layer_with_a_long_name=ModeNorm2d(3, num_modes=8)))
+    report = mode_report(model, [torch.randn(8, 3, 8, 8)])
+    console = rich.Console(width=80)
+    with console.capture() as text:
+        console.print(report.table())
+    assert "…" not in text.get()
+    assert text.get().count("effective") == 2
 
 
 def test_bad_input():

@@ -170,10 +170,12 @@ class ModeReport:
             from rich.table import Table
         except ImportError:
             raise ImportError("ModeReport.table needs the package rich: pip install rich") from None
-        table = Table(title="Modes of every layer", caption="\n".join(self.findings()) or None)
+        caption = "\n".join(self.findings()) or None
+        table = Table(title="Modes of every layer", caption=caption, padding=0)
         table.add_column("layer", overflow="fold")
         for heading in HEADINGS:
-            table.add_column(heading, justify="right")
+            words = heading.split()  # which stay whole on 80 columns
+            table.add_column("\n".join(words), justify="right", min_width=max(map(len, words)))
         for layer in self.layers:
             table.add_row(layer.name or "model", *_cells(layer))
         return table

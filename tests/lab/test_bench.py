@@ -181,6 +181,12 @@ def test_pages_stay_as_they_are_without_results(tmp_path):
     assert page.read_text() == text
 
 
+def test_broken_results_are_named(tmp_path):
+    (tmp_path / "bench_layer.jsonl").write_text('{"norm": "bn"')
+    with pytest.raises(ValueError, match=r"bench_layer\.jsonl, line 1 is not JSON"):
+        with_tables("<!-- table headline bench_layer.jsonl -->\n<!-- end -->\n", tmp_path)
+
+
 def test_tables_are_built_from_files(tmp_path):
     row = {"shape": "2x3x4x4", "layout": "NCHW", "dtype": "float32", "floor_us": 4.0}
     about = {"device": "X", "torch": "2", "commit": "c", "date": "2026-01-01T00:00:00"}

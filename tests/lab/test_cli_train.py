@@ -155,7 +155,8 @@ def test_settings_reach_the_configuration(command: Command) -> None:
 
 
 def test_modes_per_layer_are_read_back(command: Command) -> None:
-    code, _, _ = command("train", *SHORT, "--norm", "mn", "--modes", "stage1.*=4,*=2")
+    """A number of modes means mode norm."""
+    code, _, _ = command("train", *SHORT, "--modes", "stage1.*=4,*=2")
     assert code == 0
     (run,) = find_runs(Path("runs"))
     assert run.config.run_id == run.path.name
@@ -189,11 +190,16 @@ def test_imagenet_is_looked_for_among_the_data(command: Command) -> None:
         (["--dataset", "nowhere"], "unknown data set 'nowhere'"),
         (["--dataset", "cifar10"], "cifar"),
         (["--batch", "0"], "batch is 0"),
+        (["--image-size", "16"], "image_size is 16, but builtin has a size of its own"),
         (["--milestones", "a,b"], "expected whole numbers"),
         (["--norm", "mgn", "--modes", "auto"], "--modes auto is for mn alone: use --norm mn"),
         (["--modes", "auto", "--sparsity", "0"], "needs a --sparsity above 0"),
+        (["--modes", "²"], "--modes is '²', expected a number"),
+        (["--modes", "*=2,*=3"], "each pattern may be there once"),
         (["--options", "tanh"], "expected NAME=VALUE"),
         (["--options", "colour=1"], "colour"),
+        (["--options", "activation=[1]"], "unknown activation [1]; known: relu"),
+        (["--model", "nin", "--options", "dropout=half"], "must be in [0, 1), got 'half'"),
         (["--device", "tpu"], "unknown device 'tpu'"),
         (["--runs", "/dev/null/runs"], "cannot write /dev/null/runs"),
     ],

@@ -99,17 +99,20 @@ def test_what_cannot_be_used_is_named(runs, tmp_path):
     (old / "result.json").write_text('{"final_error": 1, "top_error": 1}')
     strange = fake_run(CELLS[5], runs, 4, 2.0, 3.0)
     (strange / "config.json").write_text('{"model": "abacus"}')
+    odd = fake_run(CELLS[5], runs, 5, 2.0, 3.0)
+    (odd / "metrics.jsonl").write_text('{"samples": 1, "test_error": 2.0, "modes": {"a": 3}}\n')
     fake_run(TABLES["table2"][0], runs, 0, 1.0, 1.0)  # of another table: passed over
 
     found = collect(CELLS, runs)
     assert len(found.lines) == 7
     problems = "\n".join(found.problems)
-    assert len(found.problems) == 6
+    assert len(found.problems) == 7
     assert f"{config.run_id} is left out: not finished" in problems
     assert f"{broken.name} is left out: result.json cannot be read" in problems
     assert f"{other.name} is left out: result.json is of the run another" in problems
     assert f"{old.name} is left out: result.json has no run" in problems
     assert f"{strange.name} is left out: " in problems
+    assert f"{odd.name} is left out: metrics.jsonl tells no shares and entropy of a" in problems
     assert collect(CELLS, tmp_path / "nowhere").lines == []
 
 

@@ -61,12 +61,13 @@ def test_mixtures_are_what_they_say() -> None:
 def test_the_command_keeps_and_shows_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mixtures, "MIXTURES", MIXTURES[:2])
+    monkeypatch.setattr(mixtures, "MIXTURES", [MIXTURES[0], MIXTURES[-1]])
     monkeypatch.setattr(command, "CANDIDATES", [Method("switch", 0.5)])
     arguments = ["mixtures", "--seeds", "1", "--steps", "4", "--results", str(tmp_path)]
     for method in ("switch", "none"):
         result = CliRunner().invoke(app, [*arguments, "--method", method])
         assert result.exit_code == 0, result.output
+    assert "…" not in result.output  # nothing is cut off on 80 columns
     file = tmp_path / "automatic_mixtures.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line["method"] for line in lines] == ["none"] * 12 + ["switch"] * 4
@@ -83,6 +84,17 @@ def test_the_command_keeps_and_shows_results(
     assert "| all | " in page
     assert "Seeds 0 to 0" in page
     assert isinstance(CliRunner().invoke(app, ["mixtures", "--method", "x"]).exception, ValueError)
+
+
+@pytest.mark.parametrize("text", ['{"method": "no', '{"method": "none"}'])
+def test_broken_results_are_named_before_anything_is_trained(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "automatic_mixtures.jsonl"
+    file.write_text(text + "\n")
+    result = CliRunner().invoke(app, ["mixtures", "--results", str(tmp_path)])
+    assert f"{file}, line 1 is no" in str(result.exception)
+    with pytest.raises(ValueError, match="line 1 is no"):
+        with_results("<!-- mixtures automatic_mixtures --> <!-- end -->", tmp_path)
+    assert file.read_text() == text + "\n"
 
 
 def test_the_summary_counts() -> None:

@@ -18,6 +18,7 @@ def test_run_ids_are_readable_stable_and_differ_in_every_setting() -> None:
     assert config.run_id == TrainConfig.from_json(config.to_json()).run_id
     assert config.run_id != dataclasses.replace(config, lr=0.2).run_id
     assert "/" not in recipe("resnet18", dataset="folder:/some/where").run_id
+    assert recipe("resnet18", dataset="builtin").image_size is None
 
 
 def test_patterns_of_modes_keep_their_order() -> None:

@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 import functools
 from pathlib import Path
@@ -157,6 +158,28 @@ def test_tensorboard_events_on_request(tmp_path: Path) -> None:
     other = dataclasses.replace(config, seed=1)
     train(other, tmp_path, data=fake_data())
     assert not (Run.of(other, tmp_path).path / "tensorboard").exists()
+
+
+def test_tensorboard_shows_all_evaluations_after_a_resume(tmp_path: Path) -> None:
+    """Also those of before it was asked for."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    config = fake_config(norm="bn", total=6, eval_every=2, milestones=())
+    run = Run.of(config, tmp_path)
+
+    def stop(training: Training, evaluations: int) -> None:
+        if len(training.position.metrics) == evaluations:
+            raise InterruptedError
+
+    for evaluations, tensorboard in ((1, False), (2, True), (9, True)):
+        options = {"tensorboard": tensorboard, "checkpoint_every": 0, "data": fake_data()}
+        with contextlib.suppress(InterruptedError):
+            listener = functools.partial(stop, evaluations=evaluations)
+            train(config, tmp_path, listener=listener, **options)
+    events = accumulator.EventAccumulator(str(run.path / "tensorboard")).Reload()
+    shown = [(event.step, event.value) for event in events.Scalars("test_error")]
+    told = [(entry["samples"], entry["test_error"]) for entry in run.metrics()]
+    assert len(told) == 3
+    assert shown == [(samples, pytest.approx(error)) for samples, error in told]
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from modenorm.lab.training.files import read_objects
 
 __all__ = ["Table", "markdown_table", "tables_of", "with_tables"]
 
@@ -48,7 +49,7 @@ def with_tables(text: str, results: Path) -> str:
 
     def rebuild(match: re.Match[str]) -> str:
         name, file = match["name"], match["file"]
-        rows = _read(results / file)
+        rows = read_objects(results / file)
         table = TABLES[name](rows).markdown() if rows else "_not measured yet_"
         return f"<!-- table {name} {file} -->\n\n{table}\n\n<!-- end -->"
 
@@ -61,12 +62,6 @@ def tables_of(rows: list[Row]) -> list[Table]:
     known = (names for field, names in KNOWN_BY.items() if all(field in row for row in rows))
     tables = [TABLES[name](rows) for name in next(known, ())] if rows else []
     return [table for table in tables if table.lines]
-
-
-def _read(path: Path) -> list[Row]:
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def _layer_table(rows: list[Row]) -> Table:

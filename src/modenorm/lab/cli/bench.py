@@ -254,7 +254,7 @@ def sync_command(
 
 def _shape(text: str) -> tuple[int, int, int, int]:
     parts = text.lower().replace("×", "x").split("x")
-    if len(parts) != 4 or not all(part.isdigit() and int(part) > 0 for part in parts):
+    if len(parts) != 4 or not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise ValueError(f"shape is {text!r}; it must be four sizes such as 256x64x56x56")
     n, c, h, w = map(int, parts)
     return n, c, h, w

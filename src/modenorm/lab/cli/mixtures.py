@@ -1,16 +1,15 @@
 """`modenorm mixtures`: how often the right number of modes is found where it is known."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
+from modenorm.lab.cli.shown import make_table
 from modenorm.lab.experiments import mixtures
-from modenorm.lab.experiments.mixtures import CANDIDATES, METHODS, TOLERANCES, TUNING_SEED
-from modenorm.lab.training.files import write_lines
+from modenorm.lab.experiments.mixtures import CANDIDATES, METHODS, NEEDED, TOLERANCES, TUNING_SEED
+from modenorm.lab.training.files import read_objects, write_lines
 
 NAMES = {False: "automatic_mixtures.jsonl", True: "automatic_tuning.jsonl"}
 
@@ -36,12 +35,13 @@ def mixtures_command(
         raise ValueError(f"unknown method {method!r}: expected none, entropy or switch")
     file, options = results / NAMES[tune], {"steps": steps}
     tolerances = {"tolerances": TOLERANCES} if tune else {}
+    read_objects(file, NEEDED)  # rather now than after minutes
     for lines in mixtures.study(range(first, first + count), chosen, **options, **tolerances):
         _keep(file, lines)
         Console(stderr=True).print(f"{lines[0]['method']} {lines[0]['strength']}: in {file}")
-    found = [json.loads(line) for line in file.read_text().splitlines()]
+    found = read_objects(file, NEEDED)
     for header, rows in (mixtures.summary(found), mixtures.errors(found)):
-        table = Table(*header)
+        table = make_table(*header)
         for row in rows:
             table.add_row(*row)
         Console().print(table)
@@ -53,8 +53,7 @@ def _keep(file: Path, new: list[dict[str, Any]]) -> None:
     def key(line: dict[str, Any]) -> tuple[str, float, float]:
         return line["method"], line["strength"], line["closing"]
 
-    old = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    lines = [line for line in old if key(line) != key(new[0])] + new
+    lines = [line for line in read_objects(file, NEEDED) if key(line) != key(new[0])] + new
     lines.sort(key=lambda line: (line["method"] != "none", key(line)))
     file.parent.mkdir(parents=True, exist_ok=True)
     write_lines(file, lines)

@@ -49,12 +49,13 @@ def train_command(
     norm: str | None = _model(
         None,
         help="bn, in, ln, gn, mn (mode normalization) or mgn (mode group normalization); bn unless "
-        "given, and mn with --modes auto.",
+        "given, and mn with --modes.",
     ),
-    modes: str = _model(
-        "2",
-        help="Modes K of mn and mgn; a number for each layer, such as 'stage1.*=4,*=2' (the first "
-        "pattern that matches decides); or auto: as many as each layer needs (mn).",
+    modes: str | None = _model(
+        None,
+        help="Modes K of mn and mgn, 2 unless given; a number for each layer, such as "
+        "'stage1.*=4,*=2' (the first pattern that matches decides); or auto: as many as each layer "
+        "needs (mn).",
     ),
     max_modes: int = _model(8, min=2, help="Modes to begin with, for --modes auto."),
     sparsity: float = _model(
@@ -314,7 +315,7 @@ def _integers(text: str) -> tuple[int, ...]:
         raise ValueError(f"--milestones is {text!r}, expected whole numbers like 80,120") from None
 
 
-def _modes(norm: str | None, text: str, max_modes: int, sparsity: float) -> dict[str, Any]:
+def _modes(norm: str | None, text: str | None, max_modes: int, sparsity: float) -> dict[str, Any]:
     """The settings that --norm and --modes stand for.
 
     >>> _modes("mn", "stage1.*=4,*=2", 8, 0.2)
@@ -326,16 +327,23 @@ def _modes(norm: str | None, text: str, max_modes: int, sparsity: float) -> dict
         if not sparsity > 0:
             raise ValueError(f"sparsity is {sparsity}; --modes auto needs a --sparsity above 0")
         return {"norm": "mn", "modes": max_modes, "sparsity": sparsity}
-    norm = norm or "bn"
-    if text.isdigit():
-        return {"norm": norm, "modes": int(text)}
-    pairs = [part.rpartition("=") for part in text.split(",")]
-    if not all(name.strip() and number.strip().isdigit() for name, _, number in pairs):
+    norm = norm or ("bn" if text is None else "mn")
+    if text is None:
+        return {"norm": norm}
+    return {"norm": norm, "modes": int(text) if text.isdecimal() else _modes_of_layers(text)}
+
+
+def _modes_of_layers(text: str) -> dict[str, int]:
+    pairs = [tuple(map(str.strip, part.rpartition("=")[::2])) for part in text.split(",")]
+    if not all(name and number.isdecimal() for name, number in pairs):
         raise ValueError(
             f"--modes is {text!r}, expected a number, auto, or numbers for layers such as "
             "stage1.*=4,*=2"
         )
-    return {"norm": norm, "modes": {name.strip(): int(number) for name, _, number in pairs}}
+    found = {name: int(number) for name, number in pairs}
+    if len(found) < len(pairs):
+        raise ValueError(f"--modes is {text!r}, but each pattern may be there once: remove one")
+    return found
 
 
 def _assignment(text: str) -> tuple[str, Any]:

@@ -16,7 +16,7 @@ from modenorm.lab.experiments.paper import (
 from modenorm.lab.experiments.tables import TABLES
 from modenorm.lab.report.records import Record, find_directories, read_record
 from modenorm.lab.training import Run, TrainConfig, Training
-from modenorm.lab.training.files import write_lines
+from modenorm.lab.training.files import read_objects, write_lines
 
 Line = dict[str, Any]
 OF_RESULT = (
@@ -111,6 +111,9 @@ def _of_folders(config: TrainConfig, result: dict[str, Any]) -> Line:
 def _gates(metrics: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Shares of the modes and entropy of the gates of every layer, at the last evaluation."""
     layers = metrics[-1].get("modes", {}) if metrics else {}
+    for name, found in layers.items():
+        if not isinstance(found, dict) or not found.keys() >= {"shares", "entropy"}:
+            raise ValueError(f"metrics.jsonl tells no shares and entropy of {name}")
     return {
         name: {"shares": found["shares"], "entropy": found["entropy"]}
         for name, found in layers.items()
@@ -163,22 +166,7 @@ def read_lines(path: Path) -> list[Line]:
     Raises:
         ValueError: A line is not one of results.
     """
-    if not path.exists():
-        return []
-    return [
-        _parse(text, f"{path}, line {number}")
-        for number, text in enumerate(path.read_bytes().splitlines(), start=1)
-    ]
-
-
-def _parse(text: bytes, where: str) -> Line:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{where} is not JSON ({error}): mend or remove it") from None
-    if not isinstance(value, dict) or not value.keys() >= NEEDED:
-        raise ValueError(f"{where} is no result of a training: mend or remove it")
-    return value
+    return read_objects(path, NEEDED)
 
 
 def borrow(table: str, results: Path) -> list[Line]:

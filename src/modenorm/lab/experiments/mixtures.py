@@ -42,6 +42,11 @@ OPEN = 20.0  # log odds of a switch that stays open
 TUNING_SEED = 1000  # development seeds count up from here, published ones from 0
 
 Line = dict[str, Any]
+NEEDED = {
+    "mixture", "modes", "seed", "method", "strength", "closing", "tolerance", "found", "error",
+    "pruned_error", "change", "commit",
+}  # fmt: skip
+"""What a line must have to be shown."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """The tables of README.md and docs/reproduction.md, built from results/*.jsonl, never typed."""
 
 import datetime
-import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
@@ -12,7 +11,7 @@ from modenorm.lab.experiments.automatic import MODES_HEADER, modes_rows
 from modenorm.lab.experiments.claims import PARAMETER_HEADER, parameter_rows
 from modenorm.lab.experiments.collect import Line, read_lines, results_file
 from modenorm.lab.experiments.gates import GATE_HEADER, gate_rows
-from modenorm.lab.experiments.mixtures import mixtures_tables, tuning_table
+from modenorm.lab.experiments.mixtures import NEEDED, mixtures_tables, tuning_table
 from modenorm.lab.experiments.paper import PAPER_TABLES
 from modenorm.lab.experiments.summary import (
     GAIN_HEADER,
@@ -23,6 +22,7 @@ from modenorm.lab.experiments.summary import (
     summarize,
 )
 from modenorm.lab.experiments.tables import TABLES
+from modenorm.lab.training.files import read_objects
 
 GAIN_TABLES = ("table1", "table5", "table3", "table4")
 MIXTURE_FILES = ("automatic_mixtures", "automatic_tuning")
@@ -123,9 +123,9 @@ def modes_text(results: Path, table: str) -> str:
 def mixtures_text(results: Path, name: str) -> str:
     """What `modenorm mixtures` found, in Markdown."""
     file = results_file(results, name)
-    if not file.exists():
+    lines = read_objects(file, NEEDED)
+    if not lines:
         return "_not measured yet_"
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
     return tuning_table(lines) if name == "automatic_tuning" else mixtures_tables(lines)
 
 

@@ -31,8 +31,8 @@ class SeededDropout(nn.Module):
 
     def __init__(self, p: float = 0.5, generator: torch.Generator | None = None) -> None:
         super().__init__()
-        if not 0 <= p < 1:
-            raise ValueError(f"p must be in [0, 1), got {p}")
+        if not isinstance(p, int | float) or not 0 <= p < 1:
+            raise ValueError(f"p must be in [0, 1), got {p!r}")
         self.p = p
         self.seed = draw_seed(generator)
         self.generator = torch.Generator().manual_seed(self.seed)

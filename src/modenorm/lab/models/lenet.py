@@ -76,6 +76,6 @@ def lenet1989(
 
 
 def _choose(choices: dict[str, type[nn.Module]], name: str, what: str) -> type[nn.Module]:
-    if name not in choices:
+    if name not in list(choices):  # what was given need not be hashable
         raise ValueError(f"unknown {what} {name!r}; known: {', '.join(choices)}")
     return choices[name]

@@ -258,8 +258,14 @@ def recipe(model: str, **changes: Any) -> TrainConfig:
     settings = dict(RECIPES[model])
     if "unit" in changes and "total" not in changes:
         raise ValueError(f"unit is {changes['unit']!r}, but how many is not said: set --total")
-    if folder_path(changes.get("dataset", settings["dataset"])) is None:
-        settings.pop("stream", None)
+    dataset = changes.get("dataset", settings["dataset"])
+    if folder_path(dataset) is None:
+        if changes.get("image_size") is not None:
+            raise ValueError(
+                f"image_size is {changes['image_size']}, but {dataset} has a size of its own: "
+                "leave --image-size out, or set --dataset folder:PATH"
+            )
+        settings = {k: v for k, v in settings.items() if k not in ("stream", "image_size")}
     if "total" in changes:
         settings.update(milestones=(), eval_every=max(1, changes["total"] // 20))
     return TrainConfig(**{"model": model, **settings, **changes})

@@ -1,5 +1,6 @@
 """TensorBoard, for those who ask for it."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -7,16 +8,24 @@ from modenorm.lab.training.usage import scalars as mode_scalars
 
 
 class Events:
-    """TensorBoard events of the evaluations, over samples seen."""
+    """TensorBoard events of the evaluations, over samples seen.
 
-    def __init__(self, path: Path, step: int) -> None:
+    Args:
+        path: Of the run.
+        records: Evaluations so far. They are written again: those of a killed process may not have
+            reached its file, or be of steps that are repeated now.
+    """
+
+    def __init__(self, path: Path, records: Iterable[dict[str, Any]]) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise ValueError(
                 "--tensorboard needs the package tensorboard: pip install tensorboard"
             ) from None
-        self._writer = SummaryWriter(str(path / "tensorboard"), purge_step=step)
+        self._writer = SummaryWriter(str(path / "tensorboard"), purge_step=0)
+        for record in records:
+            self.write(record)
 
     def write(self, record: dict[str, Any]) -> None:
         """Write the numbers of one record of metrics."""

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,15 @@ PARTIAL = ".partial"
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file so that its name always stands for the whole old or the whole new content.
 
+    A link stays, and what it leads to is written; so do a device and a pipe, such as /dev/null.
+
     Raises:
         OSError: It could not be written; the old file, if there was one, is untouched.
     """
+    if path.is_char_device() or path.is_fifo():
+        path.write_bytes(content)
+        return
+    path = path.resolve() if path.is_symlink() else path
     partial = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
     try:
         with partial.open("wb") as file:
@@ -33,6 +39,28 @@ def write_whole(path: Path, content: bytes) -> None:
 def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     """Write JSON objects, one a line, as `write_whole` does."""
     write_whole(path, "".join(json.dumps(record) + "\n" for record in records).encode())
+
+
+def read_objects(path: Path, names: Set[str] = frozenset()) -> list[dict[str, Any]]:
+    """Read JSON objects, one a line, each with at least these names; none without the file.
+
+    Raises:
+        ValueError: A line is something else.
+    """
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return [
+        _parse(line, names, f"{path}, line {number}") for number, line in enumerate(lines, start=1)
+    ]
+
+
+def _parse(line: bytes, names: Set[str], where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where} is not JSON ({error}): mend or remove it") from None
+    if not isinstance(value, dict) or not value.keys() >= names:
+        raise ValueError(f"{where} is no line of results: mend or remove it")
+    return value
 
 
 def remove_partial(folder: Path) -> None:

@@ -122,7 +122,7 @@ class Training:
             stack.callback(self._step.loader.close)
             self._resume()
             if self._tensorboard and self.ranks.leads:
-                self._events = Events(self.run.path, self.position.step)
+                self._events = Events(self.run.path, self.position.metrics)
                 stack.callback(self._events.close)
             advance = self._prepare()
             while True:
