@@ -194,6 +194,8 @@ def test_imagenet_is_looked_for_among_the_data(command: Command) -> None:
         (["--milestones", "a,b"], "expected whole numbers"),
         (["--norm", "mgn", "--modes", "auto"], "--modes auto is for mn alone: use --norm mn"),
         (["--modes", "auto", "--sparsity", "0"], "needs a --sparsity above 0"),
+        (["--sparsity", "0.1"], "--sparsity is 0.1, but it is for --modes auto alone"),
+        (["--modes", "4", "--max-modes", "6"], "--max-modes is 6, but it is for --modes auto"),
         (["--modes", "²"], "--modes is '²', expected a number"),
         (["--modes", "*=2,*=3"], "each pattern may be there once"),
         (["--options", "tanh"], "expected NAME=VALUE"),

@@ -33,6 +33,7 @@ _schedule = partial(
     typer.Option, rich_help_panel="How long and how fast (the paper's recipe unless given)"
 )
 _machine = partial(typer.Option, rich_help_panel="Where")
+MAX_MODES = 8  # of --modes auto
 MOST_SHOWN = 9
 WIDE = 100
 """Columns of a terminal that has room for more than the error, the speed and the time left."""
@@ -57,10 +58,13 @@ def train_command(
         "'stage1.*=4,*=2' (the first pattern that matches decides); or auto: as many as each layer "
         "needs (mn).",
     ),
-    max_modes: int = _model(8, min=2, help="Modes to begin with, for --modes auto."),
-    sparsity: float = _model(
-        DEFAULT_SPARSITY,
-        help="How much taking modes away may change the outputs, for --modes auto.",
+    max_modes: int | None = _model(
+        None, min=2, help=f"Modes to begin with, for --modes auto; {MAX_MODES} unless given."
+    ),
+    sparsity: float | None = _model(
+        None,
+        help="How much taking modes away may change the outputs, for --modes auto; "
+        f"{DEFAULT_SPARSITY:g} unless given.",
     ),
     groups: int = _model(2, help="Groups of gn."),
     where: str = _model("all", help="Replace all norms of the model, or only the first."),
@@ -315,22 +319,34 @@ def _integers(text: str) -> tuple[int, ...]:
         raise ValueError(f"--milestones is {text!r}, expected whole numbers like 80,120") from None
 
 
-def _modes(norm: str | None, text: str | None, max_modes: int, sparsity: float) -> dict[str, Any]:
+def _modes(
+    norm: str | None, text: str | None, max_modes: int | None, sparsity: float | None
+) -> dict[str, Any]:
     """The settings that --norm and --modes stand for.
 
-    >>> _modes("mn", "stage1.*=4,*=2", 8, 0.2)
+    >>> _modes("mn", "stage1.*=4,*=2", None, None)
     {'norm': 'mn', 'modes': {'stage1.*': 4, '*': 2}}
     """
     if text == "auto":
-        if norm not in (None, "mn"):
-            raise ValueError(f"--norm is {norm}, but --modes auto is for mn alone: use --norm mn")
-        if not sparsity > 0:
-            raise ValueError(f"sparsity is {sparsity}; --modes auto needs a --sparsity above 0")
-        return {"norm": "mn", "modes": max_modes, "sparsity": sparsity}
+        return _automatic_modes(norm, max_modes, sparsity)
+    for name, value in (("--max-modes", max_modes), ("--sparsity", sparsity)):
+        if value is not None:
+            raise ValueError(f"{name} is {value}, but it is for --modes auto alone: leave it out")
     norm = norm or ("bn" if text is None else "mn")
     if text is None:
         return {"norm": norm}
     return {"norm": norm, "modes": int(text) if text.isdecimal() else _modes_of_layers(text)}
+
+
+def _automatic_modes(
+    norm: str | None, max_modes: int | None, sparsity: float | None
+) -> dict[str, Any]:
+    if norm not in (None, "mn"):
+        raise ValueError(f"--norm is {norm}, but --modes auto is for mn alone: use --norm mn")
+    sparsity = DEFAULT_SPARSITY if sparsity is None else sparsity
+    if not sparsity > 0:
+        raise ValueError(f"sparsity is {sparsity}; --modes auto needs a --sparsity above 0")
+    return {"norm": "mn", "modes": max_modes or MAX_MODES, "sparsity": sparsity}
 
 
 def _modes_of_layers(text: str) -> dict[str, int]:
