@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
 import modenorm
@@ -101,6 +102,16 @@ def test_compile_takes_other_batch_sizes(compiled):
     for size in (4, 5, 9):
         x = double(size, 3, 5, 5)
         assert_close(function(x), layer(x), 1e-12)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("options", COMPILED.values(), ids=COMPILED)
+def test_dynamic_shapes_compile_once(options, training, compiled):
+    layer, counter = make_layer(6, 2, **options).train(training), CompileCounter()
+    function = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
+    for size in (4, 7, 3, 9):  # all axes differ: equal ones would be taken for the same
+        function(double(size, 6, size + 1, 12))
+    assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("gate", [modenorm.LinearGate, modenorm.StandardizedGate])

@@ -343,9 +343,10 @@ def _gates_of(
         given, name = gates.to(statistics_dtype(x)), "gates"
     else:
         given, name = gates(_features_for(gates, pooled)).to(pooled.dtype), "the gate's logits"
-    expected = "N, K" if estimates is None else f"{x.shape[0]}, {estimates.mean.shape[0]}"
     wrong_modes = estimates is not None and given.shape[-1] != estimates.mean.shape[0]
     if given.ndim != 2 or given.shape[0] != x.shape[0] or wrong_modes:
+        # written only here: a compiler takes a number in a text for a constant
+        expected = "N, K" if estimates is None else f"{x.shape[0]}, {estimates.mean.shape[0]}"
         raise ValueError(
             f"{name} have shape {tuple(given.shape)}; expected ({expected}): one row per sample "
             f"of x, {tuple(x.shape)}, one column per mode"
