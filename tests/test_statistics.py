@@ -39,13 +39,12 @@ def test_recalibrate_leaves_everything_else_as_it_was():
     modenorm.freeze_statistics(model)
     model[5].statistics_frozen = False
     before = {name: p.clone() for name, p in model.named_parameters()}
-    gate_mean = model[5].gate.running_mean.clone()
     modes = [module.training for module in model.modules()]
     modenorm.recalibrate(model, batches())
     assert [module.training for module in model.modules()] == modes
     assert model[1].momentum == 0.3
     assert (model[1].statistics_frozen, model[5].statistics_frozen) == (True, False)
-    assert torch.equal(model[5].gate.running_mean, gate_mean)
+    assert (model[5].gate.statistics_frozen, model[5].gate.momentum) == (True, 0.1)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     assert all(p.grad is None for p in model.parameters())
 
@@ -78,6 +77,22 @@ def test_recalibrate_makes_eval_agree_with_training_on_one_batch():
     model[1].train()
     model[1].momentum = None
     assert_close(model(x), expected, 1e-10)
+
+
+def test_recalibrate_takes_the_estimates_of_standardized_gates_along():
+    gate = modenorm.StandardizedGate(2, 2, dtype=torch.float64)
+    model, data = modenorm.ModeNorm2d(2, gate=gate, dtype=torch.float64), batches(3)
+    model(100 + data[0])  # estimates of other weights, say
+    modenorm.freeze_statistics(model)
+    modenorm.recalibrate(model, data)
+    features = [x.mean((2, 3)) for x in data]
+    assert_close(gate.running_mean, torch.stack([f.mean(0) for f in features]).mean(0), 1e-12)
+    expected = torch.stack([f.var(0, correction=0) for f in features]).mean(0)
+    assert_close(gate.running_var, expected, 1e-12)
+    assert gate.statistics_frozen
+    modenorm.freeze_statistics(model, frozen=False)
+    model.train()(data[0])  # and momentum counts again
+    assert_close(gate.running_var, 0.9 * expected + 0.1 * features[0].var(0, correction=0), 1e-12)
 
 
 def test_recalibrate_takes_pairs_of_input_and_label():

@@ -103,6 +103,8 @@ class StandardizedGate(Float32Buffers, LinearGate):
     running_mean: Tensor
     running_var: Tensor
     ranks: Ranks | None = None
+    averaged: Tensor | None = None
+    """While `recalibrate` takes the estimates anew: of how many batches they are the average."""
 
     def __init__(
         self,
@@ -157,8 +159,12 @@ class StandardizedGate(Float32Buffers, LinearGate):
         if recomputing():
             return
         usable = torch.isfinite(mean).all() & torch.isfinite(var).all() & several
+        rate: Tensor | float = self.momentum
+        if self.averaged is not None:
+            self.averaged += usable
+            rate = 1 / self.averaged.clamp_min(1)
         for running, batch in ((self.running_mean, mean), (self.running_var, var)):
-            moved = torch.lerp(running, batch.to(running), self.momentum)
+            moved = torch.lerp(running, batch.to(running), rate)
             running.copy_(torch.where(usable, moved, running))
 
 

@@ -21,9 +21,9 @@ def recalibrate(model: nn.Module, batches: Iterable[Any]) -> int:
     """Take the running estimates anew, as equal averages over the batches.
 
     What `torch.optim.swa_utils.update_bn` does for batch norm, after averaging weights (SWA, EMA)
-    or to remove the lag of exponential averages. The other parts of the model run as in evaluation;
-    modes of training, momenta and parameters are left as they were, and so are the estimates if a
-    batch fails.
+    or to remove the lag of exponential averages. The features' estimates in a `StandardizedGate`
+    are taken along. The other parts of the model run as in evaluation; modes of training, momenta
+    and parameters are left as they were, and so are the estimates if a batch fails.
 
     Args:
         model: any model with mode norms.
@@ -42,8 +42,9 @@ def recalibrate(model: nn.Module, batches: Iterable[Any]) -> int:
     layers = [layer for layer in layers if layer.track_running_stats]
     if not layers:
         raise ValueError("recalibrate found no mode norm with running estimates in the model")
+    gates = [module for module in model.modules() if isinstance(module, StandardizedGate)]
     count = 0
-    with _collecting(model, layers), _all_or_nothing(layers):
+    with _collecting(model, layers, gates), _all_or_nothing([*layers, *gates]):
         for count, batch in enumerate(batches, start=1):
             if count == 1:
                 for layer in layers:
@@ -55,24 +56,35 @@ def recalibrate(model: nn.Module, batches: Iterable[Any]) -> int:
 
 
 @contextlib.contextmanager
-def _collecting(model: nn.Module, layers: list[ModeNorm]) -> Iterator[None]:
-    """Evaluation mode everywhere but in the layers, which average over all batches."""
+def _collecting(
+    model: nn.Module, layers: list[ModeNorm], gates: list[StandardizedGate]
+) -> Iterator[None]:
+    """Evaluation mode everywhere but in the layers and gates, which average over all batches."""
     momenta = {layer: layer.momentum for layer in layers}
-    frozen = {layer: layer.statistics_frozen for layer in layers}
+    modules: list[ModeNorm | StandardizedGate] = [*layers, *gates]
+    frozen = {module: module.statistics_frozen for module in modules}
     with evaluating(model):
         try:
+            for module in modules:
+                module.training, module.statistics_frozen = True, False
             for layer in layers:
-                layer.training, layer.momentum, layer.statistics_frozen = True, None, False
+                layer.momentum = None
+            for gate in gates:
+                gate.averaged = torch.zeros_like(gate.running_var[0])
             yield
         finally:
+            for module, was in frozen.items():
+                module.statistics_frozen = was
             for layer in layers:
-                layer.momentum, layer.statistics_frozen = momenta[layer], frozen[layer]
+                layer.momentum = momenta[layer]
+            for gate in gates:
+                gate.averaged = None
 
 
 @contextlib.contextmanager
-def _all_or_nothing(layers: list[ModeNorm]) -> Iterator[None]:
+def _all_or_nothing(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Put buffers back as they were if what happens inside fails."""
-    buffers = [buffer for layer in layers for buffer in layer.buffers()]
+    buffers = [buffer for module in modules for buffer in module.buffers()]
     before = [buffer.clone() for buffer in buffers]
     try:
         yield
