@@ -127,6 +127,26 @@ def test_gate_with_the_wrong_number_of_logits():
         layer(torch.randn(4, 3, 2, 2))
 
 
+@pytest.mark.parametrize("gate", [nn.Linear(3, 2), modenorm.LinearGate(3, 2)])
+def test_gate_with_the_wrong_number_of_logits_without_estimates(gate, backend):
+    layer = modenorm.ModeNorm2d(3, 4, gate=gate, track_running_stats=False)
+    with pytest.raises(ValueError, match=r"gate's logits have shape \(4, 2\); expected \(4, 4\)"):
+        layer(torch.randn(4, 3, 2, 2))
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@pytest.mark.parametrize("num_modes", [1, 2])
+def test_rows_for_another_number_of_modes(name, num_modes, backend):
+    x, gates, rows = torch.randn(4, 3, 2, 2), torch.ones(4, num_modes), torch.ones(5, 3)
+    with pytest.raises(
+        ValueError, match=rf"gates have shape \(4, {num_modes}\); expected \(4, 5\)"
+    ):
+        functional.mode_norm(x, gates, training=True, **{name: rows})
+    estimates = (torch.zeros(num_modes, 3), torch.ones(num_modes, 3))
+    with pytest.raises(ValueError, match=f"running_mean has {num_modes}, {name} has 5 rows"):
+        functional.mode_norm(x, gates, *estimates, training=True, **{name: rows})
+
+
 def test_mask_of_the_wrong_shape():
     with pytest.raises(ValueError, match=r"mask has shape \(4, 3\); expected \(4, 2, 2\)"):
         modenorm.ModeNorm2d(3)(torch.randn(4, 3, 2, 2), mask=torch.ones(4, 3))

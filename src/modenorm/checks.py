@@ -20,6 +20,7 @@ __all__ = [
     "check_estimates",
     "check_input",
     "check_options",
+    "known_modes",
 ]
 
 
@@ -32,6 +33,7 @@ class Options(NamedTuple):
     running_update: str = "paper"
     ranks: Ranks | None = None  # others that share the statistics in training
     gates_matter: bool = True  # whether someone looks at the gates that are returned
+    num_modes: int | None = None  # K, where more than the gates tells it
 
 
 def check_input(x: Tensor) -> None:
@@ -63,6 +65,20 @@ def check_affine(weight: Tensor | None, bias: Tensor | None, x: Tensor) -> None:
             f"{name} has shape {tuple(tensor.shape)}; expected ({x.shape[1]},) or "
             f"(K, {x.shape[1]}): a number for each channel of x, {tuple(x.shape)}"
         )
+
+
+def known_modes(
+    running_mean: Tensor | None, weight: Tensor | None, bias: Tensor | None
+) -> int | None:
+    """K, if tensors with a row for each mode tell it; they have to tell the same."""
+    rows = {} if running_mean is None else {"running_mean": len(running_mean)}
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.ndim == 2 and len(tensor) > 1:  # one row serves any mode
+            rows[name] = len(tensor)
+    if len(set(rows.values())) > 1:
+        told = ", ".join(f"{name} has {count}" for name, count in rows.items())
+        raise ValueError(f"{told} rows; all must have K, one row per mode")
+    return next(iter(rows.values()), None)
 
 
 def check_eps(eps: float) -> None:

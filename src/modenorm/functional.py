@@ -15,6 +15,7 @@ from modenorm.checks import (
     check_estimates,
     check_input,
     check_options,
+    known_modes,
 )
 from modenorm.mixing import RunningEstimates
 from modenorm.paths import Gate, normalize_channels, normalize_modes
@@ -83,7 +84,8 @@ def mode_norm(
     if running_mean is not None and running_var is not None:
         estimates = RunningEstimates(running_mean, running_var, num_batches_tracked, running_share)
         check_estimates(estimates, x)
-    options = Options(training, momentum, eps, running_update, gates_matter=False)
+    modes = known_modes(running_mean, weight, bias)
+    options = Options(training, momentum, eps, running_update, None, False, modes)
     check_options(options, estimates)
     return normalize_modes(x, gates, estimates, weight, bias, options, mask)[0]
 

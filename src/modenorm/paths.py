@@ -142,22 +142,22 @@ def normalize_channels(
         return affine(mean, scale, shift), gates
 
 
-def _known_gates(gates: Tensor | Gate) -> bool:
+def _known_gates(call: _Call) -> bool:
     """Whether the gates are given, or the paper's gate, unchanged and with nobody listening."""
+    gates = call.gates
     if isinstance(gates, Tensor):
         return True
-    return type(gates) is LinearGate and not (
-        gates._forward_hooks
-        or gates._forward_pre_hooks
-        or gates._backward_hooks
-        or gates._backward_pre_hooks
-        or "forward" in gates.__dict__
+    if type(gates) is not LinearGate or call.options.num_modes not in (None, len(gates.weight)):
+        return False
+    heard = gates._forward_hooks or gates._forward_pre_hooks
+    return not (
+        heard or gates._backward_hooks or gates._backward_pre_hooks or "forward" in gates.__dict__
     )
 
 
 def _one_node(call: _Call) -> bool:
     """Whether kernels/fused.py has this case: the paper's gate or given gates, on a GPU."""
-    if not (_known_gates(call.gates) and runs_triton(call.x)):
+    if not (_known_gates(call) and runs_triton(call.x)):
         return False
     if call.from_batch:
         return call.options.momentum is not None or call.estimates is None
@@ -166,7 +166,7 @@ def _one_node(call: _Call) -> bool:
 
 def _one_call(call: _Call) -> bool:
     """Whether kernels/native_node.py has this case, if it can take the tensors."""
-    if call.options.ranks is not None or not (_known_gates(call.gates) and runs_native(call.x)):
+    if call.options.ranks is not None or not (_known_gates(call) and runs_native(call.x)):
         return False
     return call.from_batch or not (torch.is_grad_enabled() or isinstance(call.gates, Tensor))
 
@@ -176,13 +176,13 @@ def _compiled_on_gpu(call: _Call) -> bool:
     if not call.from_batch or call.mask is not None or call.options.ranks is not None:
         return False
     compiling = torch.compiler.is_compiling() and operators.available(call.x)
-    return compiling and _known_gates(call.gates)
+    return compiling and _known_gates(call)
 
 
 def _inputs(call: _Call, dtype: torch.dtype) -> Inputs:
     """What the nodes take beside x, gate parameters in a type."""
     if not isinstance(call.gates, LinearGate):
-        given = _gates_of(call.gates, call.x, call.x, call.estimates)
+        given = _gates_of(call, call.x, call.x)
         return Inputs(given, None, None, call.weight, call.bias)
     weight, bias = call.gates.weight, call.gates.changed_bias()
     gate = (plain.as_type(weight, dtype), plain.as_type(bias, dtype))
@@ -224,7 +224,7 @@ def _mixed_modes(call: _Call, backend: str) -> tuple[Tensor, Tensor]:
     """Moments, then gates and mixing by operators of torch or nodes of their own, then the map."""
     x, gates, estimates, weight, bias, options, mask = call
     mean, var, counts, affine = _moments(x, backend, mask, with_var=call.from_batch)
-    gates = _gates_of(gates, mean, x, estimates)
+    gates = _gates_of(call, mean, x)
     if backend == "fused" and call.from_batch:
         assert var is not None
         scale, shift, batch = mixing_node.mix(
@@ -286,7 +286,7 @@ def _without_moments(call: _Call, backend: str) -> tuple[Tensor, Tensor]:
     """Inference with gates from outside: one map, no look at the data first."""
     x, estimates = call.x, call.estimates
     assert estimates is not None
-    gates = _gates_of(call.gates, x, x, estimates)
+    gates = _gates_of(call, x, x)
     mode_mean, mode_var = estimates.mean.to(gates.dtype), estimates.var.to(gates.dtype)
     # y does not depend on it, and backward keeps no buffer
     centre = product(gates.detach(), mode_mean)
@@ -302,7 +302,7 @@ def _reference_modes(call: _Call) -> tuple[Tensor, Tensor]:
     if options.ranks is not None:
         raise ValueError('the "reference" backend sees one process only; use "eager"')
     pooled = plain.moments(x, False)[0] if mask is None else plain.masked_moments(x, mask)[0]
-    gates = _gates_of(gates, pooled, x, estimates)
+    gates = _gates_of(call, pooled, x)
     momentum, finite = options.momentum, bool(pooled.isfinite().all() & gates.isfinite().all())
     if options.training and (recomputing() or not finite):
         estimates = None
@@ -335,18 +335,17 @@ def _reference_modes(call: _Call) -> tuple[Tensor, Tensor]:
     return y.to(x.dtype), gates
 
 
-def _gates_of(
-    gates: Tensor | Gate, pooled: Tensor, x: Tensor, estimates: RunningEstimates | None
-) -> Tensor:
+def _gates_of(call: _Call, pooled: Tensor, x: Tensor) -> Tensor:
     """The gates (N, K) in the statistics' type, evaluated if they are a gating network."""
+    gates, num_modes = call.gates, call.options.num_modes
     if isinstance(gates, Tensor):
         given, name = gates.to(statistics_dtype(x)), "gates"
     else:
         given, name = gates(_features_for(gates, pooled)).to(pooled.dtype), "the gate's logits"
-    wrong_modes = estimates is not None and given.shape[-1] != estimates.mean.shape[0]
+    wrong_modes = num_modes is not None and given.shape[-1] != num_modes
     if given.ndim != 2 or given.shape[0] != x.shape[0] or wrong_modes:
         # written only here: a compiler takes a number in a text for a constant
-        expected = "N, K" if estimates is None else f"{x.shape[0]}, {estimates.mean.shape[0]}"
+        expected = "N, K" if num_modes is None else f"{x.shape[0]}, {num_modes}"
         raise ValueError(
             f"{name} have shape {tuple(given.shape)}; expected ({expected}): one row per sample "
             f"of x, {tuple(x.shape)}, one column per mode"
@@ -367,7 +366,7 @@ def _empty_modes(call: _Call) -> tuple[Tensor, Tensor]:
     x, gates, estimates, weight, bias, options, _ = call
     seen = x if isinstance(gates, Tensor) else x[:0]  # a gate learns nothing from no data
     mean, _ = plain.moments(x[:0], with_var=False)
-    gates = _gates_of(gates, mean, seen, estimates)
+    gates = _gates_of(call, mean, seen)
     y = _empty_output(x, gates, weight, bias)
     if options.ranks is not None:
         batch = exchange.statistics(mean, torch.zeros_like(mean), gates[:0], options.ranks)
