@@ -102,6 +102,18 @@ def test_words():
         modenorm.use_backend("fast")
     with pytest.raises(ValueError, match=r"gate is 'linear'.*nn\.Module"):
         modenorm.ModeNorm2d(3, gate="linear")
+    with pytest.raises(ValueError, match=r"gate\(3, 2\) made <function.*expected an nn\.Module"):
+        modenorm.ModeNorm2d(3, gate=lambda channels, modes: lambda features: features[:, :modes])
+
+
+@pytest.mark.parametrize("batch", [{"pixels": torch.randn(4, 3, 2, 2)}, 3, ()], ids=str)
+@pytest.mark.parametrize(
+    "function", [modenorm.recalibrate, modenorm.prune_modes, modenorm.mode_report]
+)
+def test_batches_that_do_not_begin_with_an_input(function, batch):
+    says = f"a batch is a {type(batch).__name__}.*tuple or list that begins with it"
+    with pytest.raises(ValueError, match=says):
+        function(modenorm.ModeNorm2d(3), [batch])
 
 
 @pytest.mark.parametrize("shape", [(4,), (4, 3), (2, 5), (5, 2, 1)], ids=str)

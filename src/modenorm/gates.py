@@ -194,4 +194,9 @@ def make_gate(
             f"(N, {num_modes}), or a function of (num_features, num_modes) that makes one"
         )
     made = gate(num_features, num_modes)
+    if not isinstance(made, nn.Module):
+        raise ValueError(
+            f"gate({num_features}, {num_modes}) made {made!r}; expected an nn.Module from "
+            f"(N, {num_features}) to (N, {num_modes})"
+        )
     return made.to(device=device, dtype=dtype)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -77,6 +77,19 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = was
 
 
+def parts_of(batch: Any) -> tuple[Any, ...]:
+    """What a batch holds: the model's input first, then whatever came with it."""
+    if isinstance(batch, Tensor):
+        return (batch,)
+    if not isinstance(batch, tuple | list) or not batch:
+        keys = f" with {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) else ""
+        raise ValueError(
+            f"a batch is a {type(batch).__name__}{keys}; expected the model's input, a tensor, or "
+            f"a tuple or list that begins with it: give (batch[key] for batch in batches) for dicts"
+        )
+    return tuple(batch)
+
+
 @contextlib.contextmanager
 def _watching_inputs(meters: Iterable[_Meter]) -> Iterator[None]:
     """Let meters that need a layer's input see it."""
@@ -94,7 +107,7 @@ def _labelled(
     given = [None if values is None else torch.as_tensor(values) for values in (labels, domains)]
     start = 0
     for batch in batches:
-        parts = (batch,) if isinstance(batch, Tensor) else tuple(batch)
+        parts = parts_of(batch)
         x, stop = parts[0], start + len(parts[0])
         found: list[Tensor | None] = []
         for place, values in enumerate(given, start=1):

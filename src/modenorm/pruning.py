@@ -18,7 +18,7 @@ from torch.optim import LBFGS, Optimizer
 from modenorm.convert import acts_as_batchnorm, turn_to_batchnorm
 from modenorm.fewer_modes import LayerView, furthest, leave_shared, watching
 from modenorm.gates import LinearGate
-from modenorm.modes import evaluating
+from modenorm.modes import evaluating, parts_of
 from modenorm.parameters import exchange_parameter
 from modenorm.pruning_report import LayerPruning, Pruning
 from modenorm.recording import mode_layers
@@ -80,7 +80,7 @@ def prune_modes(
         check_model(model)
     layers = mode_layers(model)
     _check_prunable(layers, optimizer)
-    inputs = [batch if isinstance(batch, Tensor) else batch[0] for batch in batches]
+    inputs = [parts_of(batch)[0] for batch in batches]
     if sum(map(len, inputs)) == 0:
         raise ValueError("prune_modes got no samples; give it at least one batch of model inputs")
     views = {name: LayerView(layer) for name, layer in layers.items()}

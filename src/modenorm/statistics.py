@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from modenorm.gates import StandardizedGate
 from modenorm.layers import ModeNorm
-from modenorm.modes import evaluating
+from modenorm.modes import evaluating, parts_of
 
 __all__ = ["freeze_statistics", "recalibrate"]
 
@@ -49,7 +49,7 @@ def recalibrate(model: nn.Module, batches: Iterable[Any]) -> int:
             if count == 1:
                 for layer in layers:
                     layer.reset_running_stats()
-            model(batch if isinstance(batch, Tensor) else batch[0])
+            model(parts_of(batch)[0])
     if count == 0:
         raise ValueError("recalibrate got no batches; give it at least one batch of model inputs")
     return count
