@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.utils.prune
 from torch import nn
 
 from modenorm import ModeNorm2d, ModeSparsity, match_modes, prune_modes
@@ -88,6 +89,34 @@ def test_a_shared_gate_is_left():
     report = prune_modes(model, [images()], tolerance=0.5)
     assert report.num_modes == {"1": 4, "2": 4}
     assert "another layer has the same gate" in str(report)
+
+
+def by_weight_norm(layer: nn.Module) -> None:
+    nn.utils.parametrizations.weight_norm(layer.gate)
+
+
+def by_spectral_norm(layer: nn.Module) -> None:
+    nn.utils.parametrizations.spectral_norm(layer.gate)
+
+
+def by_a_mask(layer: nn.Module) -> None:
+    nn.utils.prune.random_unstructured(layer.gate, "weight", 0.3)
+
+
+@pytest.mark.parametrize("compute", [by_weight_norm, by_spectral_norm, by_a_mask])
+def test_rows_that_are_computed_from_other_parameters_are_left(compute):
+    model, x = small_model(), images()
+    compute(model[1])
+    model(x)
+    before = model.eval()(x)
+    (layer,) = prune_modes(model, [x], tolerance=0.5).layers
+    assert (layer.after, layer.words()) == (4, layer.note)
+    assert "computed from other parameters" in layer.note
+    torch.testing.assert_close(model(x), before)
+    fewer = {"1.running_mean": torch.zeros(2, 6)}
+    with pytest.raises(ValueError, match=r"computed from other parameters.*remove"):
+        match_modes(model, fewer)
+    torch.testing.assert_close(model(x), before)
 
 
 def test_a_shared_gate_matches_a_state():

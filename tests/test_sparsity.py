@@ -121,6 +121,13 @@ def test_a_refused_penalty_leaves_nothing_on_the_model():
     model(torch.randn(8, 4))
 
 
+def test_switches_need_a_bias_to_be_written_into():
+    model = nn.Sequential(modenorm.ModeNorm2d(3))
+    nn.utils.parametrize.register_parametrization(model[0].gate, "bias", nn.Tanh())
+    with pytest.raises(ValueError, match="with one that is computed"):
+        modenorm.ModeSparsity(model, method="switch")
+
+
 def test_a_part_of_a_model_with_switches_can_be_called_by_itself():
     model, x = small_model(), torch.randn(12, 3, 8, 8, dtype=torch.float64)
     plain = copy.deepcopy(model)

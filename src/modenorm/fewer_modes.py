@@ -62,6 +62,8 @@ class LayerView:
         self._means: list[Tensor] = []
         self._vars: list[Tensor] = []
         self._logs: list[Tensor] = []
+        if not all(isinstance(rows, nn.Parameter) for rows in mode_rows(layer)):
+            self.note = "left: its rows per mode are computed from other parameters"
         if isinstance(layer, ModeNorm):
             if last_linear(layer.gate, layer.num_modes) is None:
                 self.note = f"left: its gate, {type(layer.gate).__name__}, has no rows per mode"

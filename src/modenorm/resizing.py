@@ -189,6 +189,11 @@ def set_num_modes(layer: Layer, num_modes: int) -> None:
     """
     check_count("num_modes", num_modes)
     rows = mode_rows(layer)
+    if not all(isinstance(parameter, nn.Parameter) for parameter in rows):
+        raise ValueError(
+            "the layer's rows per mode are computed from other parameters, so their number can't "
+            "be changed; remove the parametrization or the pruning of torch.nn.utils first"
+        )
     if isinstance(layer, ModeNorm):
         linear = last_linear(layer.gate, layer.num_modes)
         linear = linear or last_linear(layer.gate, num_modes)  # changed along with another layer

@@ -170,10 +170,12 @@ class ModeSparsity(nn.Module):
 
     def _attach_switches(self, model: nn.Module) -> None:
         for layer in self._layers:
-            if last_linear(layer.gate, layer.num_modes) is None:
+            linear = last_linear(layer.gate, layer.num_modes)
+            if linear is None or not isinstance(linear.bias, nn.Parameter):
                 raise ValueError(
                     f'method "switch" needs gates that end in a linear layer with a bias; '
-                    f'got {type(layer.gate).__name__}: use method "entropy"'
+                    f"got {type(layer.gate).__name__}, without one or with one that is computed: "
+                    f'use method "entropy"'
                 )
         # the first ones are for parts of the model that are called by themselves
         drawn = [change.detach() for change in self._changes(drawn=False)]
