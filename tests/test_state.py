@@ -161,6 +161,17 @@ def test_batchnorm_state_of_old_torch_has_no_counter():
     modenorm.ModeNorm2d(3).load_state_dict(state, strict=True)
 
 
+def test_batchnorm_state_has_no_gate_for_a_layer_without_values():
+    layer = modenorm.ModeNorm2d(3, device="meta", running_update="usage")
+    state = trained_batchnorm().state_dict()
+    with pytest.raises(RuntimeError, match=r"Missing key.*running_share.*gate\.weight"):
+        layer.load_state_dict(state, assign=True)
+    layer = modenorm.ModeNorm2d(3, device="meta")
+    layer.gate.to_empty(device="cpu").reset_parameters()
+    layer.load_state_dict(state, assign=True)
+    assert not any(tensor.is_meta for tensor in layer.state_dict().values())
+
+
 def test_converters_of_batchnorm_leave_the_layer_alone():
     model = nn.Sequential(modenorm.ModeNorm2d(3))
     assert not isinstance(model[0], nn.modules.batchnorm._BatchNorm)
@@ -242,6 +253,27 @@ def test_reset_parameters_forgets_everything():
         if name not in ("gate.weight", "gate.bias"):
             assert torch.equal(layer.state_dict()[name], tensor), name
     assert layer.gate.weight.abs().max() < 0.1
+
+
+def test_reset_parameters_of_a_gate_in_parts():
+    gate = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 2)))
+    layer, before = modenorm.ModeNorm2d(3, gate=gate), copy.deepcopy(gate.state_dict())
+    layer.reset_parameters()
+    assert not any(torch.equal(t, before[name]) for name, t in gate.state_dict().items())
+
+
+@pytest.mark.parametrize("missing", ["weight", "bias"])
+def test_reset_parameters_of_half_an_affine_map(missing):
+    norm = nn.BatchNorm2d(3)
+    setattr(norm, missing, None)
+    model = nn.Sequential(norm)
+    modenorm.replace_batchnorm(model)
+    for parameter in (model[0].weight, model[0].bias):
+        if parameter is not None:
+            nn.init.constant_(parameter, 7.0)
+    model[0].reset_parameters()
+    left = torch.zeros(3) if missing == "weight" else torch.ones(3)
+    assert torch.equal(model[0].bias if missing == "weight" else model[0].weight, left)
 
 
 def test_reset_running_stats_keeps_the_parameters():

@@ -200,3 +200,21 @@ def make_gate(
             f"(N, {num_features}) to (N, {num_modes})"
         )
     return made.to(device=device, dtype=dtype)
+
+
+def reset_gate(gate: nn.Module) -> None:
+    """Draw a gate's parameters anew: by its own `reset_parameters`, or those of its parts.
+
+    Example:
+        >>> gate = nn.Sequential(nn.Linear(16, 2))
+        >>> before = gate[0].weight.clone()
+        >>> reset_gate(gate)
+        >>> bool((gate[0].weight == before).any())
+        False
+    """
+    reset = getattr(gate, "reset_parameters", None)
+    if callable(reset):
+        reset()
+        return
+    for part in gate.children():
+        reset_gate(part)

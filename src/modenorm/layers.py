@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from modenorm.buffers import Float32Buffers, running_dtype
 from modenorm.checks import Options, check_choice, check_count, check_eps, check_options
 from modenorm.exchange import Ranks, in_use
-from modenorm.gates import GateFactory, make_gate
+from modenorm.gates import GateFactory, make_gate, reset_gate
 from modenorm.mixing import RunningEstimates
 from modenorm.paths import normalize_channels, normalize_modes
 from modenorm.state import explain_modes
@@ -121,14 +121,13 @@ class ModeNorm(_Heard, Float32Buffers):
     def reset_parameters(self) -> None:
         """Forget everything learnt: affine parameters, running estimates, and the gate."""
         self._reset_own()
-        reset = getattr(self.gate, "reset_parameters", None)
-        if callable(reset):
-            reset()
+        reset_gate(self.gate)
 
     def _reset_own(self) -> None:
         self.reset_running_stats()
-        if self.weight is not None and self.bias is not None:
+        if self.weight is not None:
             nn.init.ones_(self.weight)
+        if self.bias is not None:
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor, gates: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
@@ -211,11 +210,12 @@ class ModeNorm(_Heard, Float32Buffers):
         for key in (prefix + name for name in names):
             if key in state_dict and state_dict[key].ndim == 1:
                 state_dict[key] = state_dict[key].repeat(self.num_modes, 1)
-        for name, tensor in self.gate.state_dict(prefix=prefix + "gate.").items():
-            state_dict.setdefault(name, tensor)
+        kept = dict(self.gate.state_dict(prefix=prefix + "gate."))
         for name in ("running_share", "num_batches_tracked"):  # torch before 0.4.1 had no counter
-            if (buffer := getattr(self, name)) is not None:
-                state_dict.setdefault(prefix + name, buffer)
+            kept[prefix + name] = getattr(self, name)
+        for name, tensor in kept.items():
+            if tensor is not None and not getattr(tensor, "is_meta", False):  # that has no values
+                state_dict.setdefault(name, tensor)
 
 
 class ModeNorm1d(ModeNorm):
