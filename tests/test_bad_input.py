@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import modenorm
-from compare import make_layer, one_hot
+from compare import assert_close, make_layer, one_hot
 from modenorm import functional
 
 MODE_NORMS = [modenorm.ModeNorm1d, modenorm.ModeNorm2d, modenorm.ModeNorm3d]
@@ -315,6 +315,22 @@ def test_starved_mode_is_finite_and_keeps_its_estimates(options, mean, backend):
     assert torch.equal(layer.running_mean[1], before["running_mean"][1])
     assert torch.equal(layer.running_var[1], before["running_var"][1])
     assert not torch.equal(layer.running_mean[0], before["running_mean"][0])
+    assert layer.num_batches_tracked == 1
+
+
+@pytest.mark.parametrize("kernels", ["eager", "fused"])
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("update", ["paper", "usage"])
+def test_gates_below_the_normal_numbers(update, momentum, kernels):
+    """Eight of 1e-40 are below 2^-126, eight of 5e-39 above; their quotients by 8 are below."""
+    x = torch.randn(8, 1) + 50
+    layer = modenorm.ModeNorm1d(1, 3, momentum=momentum, running_update=update)
+    with modenorm.use_backend(kernels):
+        layer(x, gates=torch.tensor([[1.0, 5e-39, 1e-40]]).expand(8, 3))
+    assert (float(layer.running_mean[2]), float(layer.running_var[2])) == (0, 1)  # as it was
+    if momentum is None or update == "paper":
+        assert_close(layer.running_mean[1], layer.running_mean[0], 1e-5)
+        assert_close(layer.running_var[1], layer.running_var[0], 1e-4)
     assert layer.num_batches_tracked == 1
 
 

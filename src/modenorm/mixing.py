@@ -146,7 +146,7 @@ def update_running(
     With d = μ − running_mean this is the paper's average of ⟨x⟩ and ⟨x²⟩ with rate λ:
     running_var ← (1−λ) running_var + λ σ² + λ(1−λ) d² and running_mean ← running_mean + λ d.
     A batch with NaN or infinity, or with every position masked, changes nothing; a mode without
-    samples keeps its estimates.
+    samples, or whose gates together are no normal number, keeps its estimates.
 
     Args:
         estimates: changed in place.
@@ -156,7 +156,8 @@ def update_running(
             share of the batch.
     """
     finite = torch.isfinite(batch.mean).all() & torch.isfinite(batch.var).all()
-    received = finite & (batch.mass > 0)  # (K,)
+    # (K,); a mass below the smallest divisor of `batch_statistics` gives no mean
+    received = finite & (batch.mass >= torch.finfo(batch.mass.dtype).tiny)
     share = torch.where(received, batch.share, 0)
     if estimates.num_batches_tracked is not None:
         estimates.num_batches_tracked.add_(received.any())
@@ -178,6 +179,6 @@ def _rate(
         return momentum * (share if running_update == "usage" else torch.ones_like(share))
     if running_update == "usage":
         assert estimates.share is not None
-        return share / estimates.share.clamp_min(torch.finfo(share.dtype).tiny)
+        return torch.where(share > 0, share / estimates.share, 0)
     assert estimates.num_batches_tracked is not None
     return (1 / estimates.num_batches_tracked.clamp_min(1).to(share.dtype)).expand_as(share)

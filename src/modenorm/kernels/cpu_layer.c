@@ -106,17 +106,17 @@ static void update_running(const float *mode_mean, const float *mode_var, const 
     int moves = all_finite(mode_mean, modes * channels) && all_finite(mode_var, modes * channels);
     int any = 0;
     for (i64 k = 0; k < modes; k++)
-        any |= moves && mass[k] > 0;
+        any |= moves && mass[k] >= TINY;
     if (tracked)
         *tracked += any;
     for (i64 k = 0; k < modes; k++) {
-        if (!moves || !(mass[k] > 0))
+        if (!moves || !(mass[k] >= TINY))
             continue;
         float part = mass[k] / (float)samples, rate = momentum;
         if (share)
             share[k] += part;
         if (momentum < 0)
-            rate = usage ? part / (float)above_tiny(share[k]) : 1 / (float)most(1, *tracked);
+            rate = usage ? (part > 0 ? part / share[k] : 0) : 1 / (float)most(1, *tracked);
         else if (usage)
             rate *= part;
         for (i64 i = k * channels; i < (k + 1) * channels; i++) {
