@@ -1,10 +1,12 @@
 """The penalty is the formula it claims, learns as it should, and leaves nothing on the model."""
 
 import copy
+import pickle
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import modenorm
 from compare import assert_close
@@ -145,6 +147,34 @@ def test_a_penalty_is_removed_once():
     before = model(x)
     sparsity.remove()
     assert torch.equal(model(x), before)
+
+
+@pytest.mark.parametrize("method", ["entropy", "switch"])
+def test_a_module_that_holds_its_penalty_can_be_averaged(method):
+    """As a LightningModule does, whose parameters go to the optimizer together."""
+    whole = nn.Module()
+    whole.net = small_model()
+    whole.penalty = ModeSparsity(whole.net, method=method)
+    x = torch.randn(8, 3, 8, 8).double()
+    whole.net(x)
+    averaged = AveragedModel(whole)
+    averaged.update_parameters(whole)
+    copied = averaged.module
+    torch.testing.assert_close(copied.state_dict(), whole.state_dict())
+    copied.penalty.remove()  # it is on no model, so nothing happens
+    assert_close(copied.net.eval()(x), whole.net.eval()(x), 1e-12)
+    whole.net.train()(x)
+    whole.penalty().backward()
+
+
+def test_a_module_that_holds_its_penalty_can_be_pickled():
+    whole = nn.ModuleDict({"net": small_model()})
+    whole["penalty"] = ModeSparsity(whole["net"])
+    whole["net"](torch.randn(8, 3, 8, 8).double())
+    copied = pickle.loads(pickle.dumps(whole))
+    torch.testing.assert_close(copied.state_dict(), whole.state_dict())
+    with pytest.raises(ValueError, match="heard no gates"):
+        copied["penalty"]()
 
 
 def test_penalties_and_recordings_may_overlap():

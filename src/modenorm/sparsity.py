@@ -129,6 +129,11 @@ class ModeSparsity(nn.Module):
             heard = [(layer, self._listener(i)) for i, layer in enumerate(layers)]
             self._attached.enter_context(listening(heard))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles, say of a module that holds this one, are on no model."""
+        alone = {"_layers": (), "_gates": {}, "_attached": contextlib.ExitStack(), "_removed": True}
+        return {**self.__dict__, **alone}
+
     def forward(self) -> Tensor:
         """The loss of the model's last forward in training."""
         if self.log_odds is not None:
