@@ -12,6 +12,7 @@ import modenorm
 from compare import assert_close, double, make_layer, run
 from marks import TORCH_JIT, TRAINING
 from modenorm import functional
+from modenorm.substitutes import ModeNormNd
 
 # Numerical derivatives. The gradient of a plain sum is zero: every check has random weights.
 
@@ -99,6 +100,28 @@ def test_backward_twice_through_one_graph(backend):
     again = torch.autograd.grad(y, x, upstream)[0]
     assert_close(exact, first, 1e-12)
     assert_close(again, first, 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(4, 3, 2, 2), (4, 3)], ids=str)
+@pytest.mark.parametrize("kind", ["train", "eval", "custom gate", "group"])
+def test_a_vectorised_backward(kind, shape, dtype, backend):
+    """As `jacobian(vectorize=True)` makes it: many upstream gradients at once."""
+    layer = ModeNormNd(3, 2, gate=nn.Linear(3, 2) if kind == "custom gate" else None)
+    layer = modenorm.ModeGroupNorm(3, variance="pixel") if kind == "group" else layer
+    layer = layer.to(dtype).train(kind != "eval")
+    x, upstream = torch.randn(shape, dtype=dtype), torch.randn(5, *shape, dtype=dtype)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    inputs = [x.requires_grad_(), *layer.parameters()]
+    y = layer(x)
+    each = [torch.autograd.grad(y, inputs, one, retain_graph=True) for one in upstream]
+    both = torch.autograd.grad(y, inputs, upstream, retain_graph=True, is_grads_batched=True)
+    by_func = torch.func.vmap(lambda one: torch.autograd.grad(y, inputs, one, retain_graph=True))
+    for found in (both, by_func(upstream)):
+        for actual, *expected in zip(found, *each, strict=True):
+            # gradients of gates are small differences of large sums
+            assert_close(actual, torch.stack(expected), 1e-3 if dtype == torch.float32 else 1e-11)
 
 
 @pytest.mark.parametrize("wanted", ["x", "weight", "bias", "gate.weight"])

@@ -262,6 +262,17 @@ def test_double_backward(device):
     torch.testing.assert_close(penalties["fused"], penalties["eager"], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("kind", [modenorm.ModeNorm2d, modenorm.ModeGroupNorm])
+def test_a_vectorised_backward(device, kind):
+    layer, x = kind(3).to(device), torch.randn(4, 3, 2, 2, device=device, requires_grad=True)
+    inputs, upstream = [x, *layer.parameters()], torch.randn(5, 4, 3, 2, 2, device=device)
+    y = layer(x)
+    each = [torch.autograd.grad(y, inputs, one, retain_graph=True) for one in upstream]
+    found = torch.autograd.grad(y, inputs, upstream, is_grads_batched=True)
+    for actual, *expected in zip(found, *each, strict=True):
+        torch.testing.assert_close(actual, torch.stack(expected), atol=1e-4, rtol=1e-4)
+
+
 def test_usage_update(device):
     shape = (6, 5, 3, 4)
     layer = layer_for(shape, 3, device, running_update="usage")

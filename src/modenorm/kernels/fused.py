@@ -107,7 +107,7 @@ class _ModeNorm(torch.autograd.Function):
         ctx: Any, dy: Tensor | None, dused: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
         x, *given, used, kept = ctx.saved_tensors
-        if torch.is_grad_enabled() or dy is None:
+        if plain.only_plain(dy, dused) or dy is None:
             forward = partial(plain.mode_norm, eps=ctx.eps, ranks=ctx.ranks)
             needed = ctx.needs_input_grad
             return (*plain.differentiate(forward, (x, *given), needed, (dy, dused)), None)

@@ -187,7 +187,7 @@ class _ModeGroupNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, dgates: Tensor | None) -> tuple[Tensor | None, ...]:
         *inputs, gates, kept = ctx.saved_tensors
         x, gate_weight, _, weight, bias = inputs
-        if torch.is_grad_enabled() or dy is None:
+        if plain.only_plain(dy, dgates) or dy is None:
             forward = partial(_plain_group_forward, eps=ctx.eps, pixel=ctx.pixel)
             found = plain.differentiate(forward, inputs, ctx.needs_input_grad, (dy, dgates))
             return (*found, None, None)

@@ -18,7 +18,7 @@ from torch import Tensor
 from modenorm import exchange, mixing
 from modenorm.exchange import Ranks
 from modenorm.kernels import mixing_parts, native_mixing, runs_native, runs_triton
-from modenorm.kernels.plain import differentiate
+from modenorm.kernels.plain import differentiate, only_plain
 
 __all__ = ["mix"]
 
@@ -83,7 +83,7 @@ class _Mix(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # once: checkpointing unpacks them once
         inputs = saved[:5]
-        if torch.is_grad_enabled():
+        if only_plain(dscale, dshift):
             forward = partial(_plain_mix, eps=ctx.eps, among=ctx.among)
             found = differentiate(forward, inputs, ctx.needs_input_grad, (dscale, dshift))
             return (*found, None, None)

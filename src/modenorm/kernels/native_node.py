@@ -126,7 +126,7 @@ class _ModeNorm(torch.autograd.Function):
         *inputs, used, kept = ctx.saved_tensors  # once: checkpointing unpacks them once
         x, gates, gate_weight, gate_bias, weight, bias = inputs
         needed = ctx.needs_input_grad
-        if torch.is_grad_enabled() or dy is None or not runs_native(x, dy, dused):
+        if plain.only_plain(dy, dused) or dy is None or not runs_native(x, dy, dused):
             forward = partial(plain.mode_norm, eps=ctx.eps)
             return (*plain.differentiate(forward, inputs, needed, (dy, dused)), None, None)
         dx = torch.empty_like(x) if needed[0] else None

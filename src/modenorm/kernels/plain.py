@@ -11,12 +11,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
+from torch._C._functorch import is_legacy_batchedtensor as is_batched
 
 from modenorm import exchange, mixing
 from modenorm.exchange import Ranks
 from modenorm.kernels.layout import statistics_dtype
 
-__all__ = ["apply", "as_type", "differentiate", "masked_moments", "mode_norm", "moments", "node"]
+__all__ = [
+    "apply", "as_type", "differentiate", "masked_moments", "mode_norm", "moments", "node",
+    "only_plain",
+]  # fmt: skip
 
 
 def node(function: type[torch.autograd.Function]) -> Callable[..., Any]:
@@ -62,6 +67,13 @@ def apply(x: Tensor, centre: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
 def as_type(y: Tensor, dtype: torch.dtype) -> Tensor:
     """Y in a type; y itself if it has it, which a traced `to` of torch 2.11 gives no gradient."""
     return y if y.dtype == dtype else y.to(dtype)
+
+
+def only_plain(*upstream: Tensor | None) -> bool:
+    """Whether a backward needs plain operators: it is differentiated again, or vectorised."""
+    if torch.is_grad_enabled():
+        return True
+    return any(t is not None and (is_wrapped(t) or is_batched(t)) for t in upstream)
 
 
 def differentiate(

@@ -6,7 +6,7 @@
 Backward, Affine reduces dy to (N, C) sums and hands dy on unscaled; Moments, which runs last,
 knows everything and writes dx = scale·dy + slope·(x − mean) + offset in one pass. So the pair costs
 eight reads and writes of the tensor, whatever the mixing is. The gradient that flows between the
-two is private to them, and a double backward switches to true gradients (`_Link.exact`).
+two is private to them, and a double or vectorised backward switches to true ones (`_Link.exact`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modenorm.kernels import cpu, layout, native_passes, runs_native, runs_triton
+from modenorm.kernels import cpu, layout, native_passes, plain, runs_native, runs_triton
 
 __all__ = ["affine", "moments"]
 
@@ -64,7 +64,7 @@ class _Moments(torch.autograd.Function):
         zeros = torch.zeros_like(mean)
         offset = zeros if dmean is None else dmean / num_positions
         slope = zeros if dvar is None else dvar * (2 / num_positions)
-        if ctx.link.exact or dy is None or torch.is_grad_enabled():
+        if ctx.link.exact or dy is None or plain.only_plain(dmean, dvar, dy):
             return _plain_backward(x, mean, slope, offset, dy), None, None
         return _passes(x, dy).apply_backward(dy, x, mean, ctx.link.scale, slope, offset), None, None
 
@@ -87,7 +87,7 @@ class _Affine(torch.autograd.Function):
         linked = ctx.link is not None
         total: Tensor | None = None
         product: Tensor | None = None
-        if torch.is_grad_enabled():
+        if plain.only_plain(dy):
             if linked:
                 ctx.link.exact = True
             total, product = _plain_reduce(dy, x, centre)
@@ -117,9 +117,10 @@ def _along(values: Tensor, x: Tensor) -> Tensor:
 
 
 def _plain_reduce(dy: Tensor, x: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
-    dtype = layout.statistics_dtype(x)
-    dy, x = (t.to(dtype).unsqueeze(-1).flatten(2) for t in (dy, x))  # (N, C, L)
-    return dy.sum(2), (dy * (x - centre.unsqueeze(2))).sum(2)
+    dy = dy.to(layout.statistics_dtype(x))
+    product = dy * (x - _along(centre, x))
+    positions = tuple(range(2, x.ndim))
+    return (dy.sum(positions), product.sum(positions)) if positions else (dy, product)
 
 
 def _plain_backward(
