@@ -96,3 +96,24 @@ def test_lbfgs_that_has_a_history_is_refused():
     with pytest.raises(ValueError, match="LBFGS that has made a step"):
         replace_batchnorm(model, optimizer=optimizer)
     assert type(model[1]) is nn.BatchNorm2d
+
+
+@pytest.mark.parametrize("num_modes", [2, {"1": 2, "4": 3}], ids=["same", "different"])
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adagrad])
+def test_norms_with_a_weight_in_common(make, num_modes):
+    """With a weight for each mode they still have one in common if their modes are as many."""
+    model = nn.Sequential(*(nn.BatchNorm2d(3) if i in (1, 4) else nn.ReLU() for i in range(5)))
+    model[4].weight = model[1].weight
+    optimizer = make(model.named_parameters(), lr=0.1)
+    step(model, optimizer, images())
+    first, second = replace_batchnorm(
+        model, num_modes, optimizer=optimizer, per_mode_affine=True
+    ).values()
+    assert (first.weight is second.weight) == (num_modes == 2)
+    assert torch.equal(first.weight[0], second.weight[1])
+    (group,) = optimizer.param_groups
+    assert {id(p) for p in group["params"]} == {id(p) for p in model.parameters()}
+    assert len(group["params"]) == len(list(model.parameters()))
+    pairs = zip(group["param_names"], group["params"], strict=True)
+    assert all(model.get_parameter(name) is p for name, p in pairs)
+    step(model, optimizer, images())

@@ -68,6 +68,10 @@ HOOKS = (
 )
 
 
+Tied = dict[tuple[nn.Parameter, int], nn.Parameter]
+"""A parameter with K rows for the one that it replaces: norms that had one in common still do."""
+
+
 class Options(NamedTuple):
     """What `replace_batchnorm` passes on to every layer."""
 
@@ -143,8 +147,10 @@ def replace_batchnorm(
     options = Options(gate, per_mode_affine, running_update)
     fallback = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
     norms, replaced = {}, {}
+    tied: Tied = {}
     for module, name in found.items():
         norms[module] = _mode_norm(module, name, modes[module], options, fallback)
+        _take_parameters(module, norms[module], tied)
         adapter = adapters.get(type(module))
         replaced[module] = adapter(module, norms[module]) if adapter else norms[module]
     _warn_about(found, model, mention_left=where is None)
@@ -233,7 +239,6 @@ def _mode_norm(old: Any, name: str, num_modes: int, options: Options, fallback: 
         layer.batchnorm_class = type(old)
     if isinstance(old, nn.SyncBatchNorm):
         share_statistics(layer, old.process_group, name)
-    _take_parameters(old, layer)
     if not lazy:
         _take_statistics(old, layer)
     _take_hooks(old, layer)
@@ -253,17 +258,18 @@ def _take_hooks(old: Any, new: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _take_parameters(old: Any, layer: ModeNorm) -> None:
+def _take_parameters(old: Any, layer: ModeNorm, tied: Tied) -> None:
     """The same Parameter objects where their shapes fit, so that optimizers keep working."""
     for key in ("weight", "bias"):
         parameter = getattr(old, key)
         if parameter is None or not layer.per_mode_affine:
             setattr(layer, key, parameter)
             continue
-        own = getattr(layer, key)
+        own = tied.setdefault((parameter, layer.num_modes), getattr(layer, key))
         if own is None:
             own = nn.Parameter(parameter.new_empty((layer.num_modes, *parameter.shape)))
-            setattr(layer, key, own)
+            tied[parameter, layer.num_modes] = own
+        setattr(layer, key, own)
         own.requires_grad = parameter.requires_grad
         if not torch.nn.parameter.is_lazy(own):
             own.copy_(parameter)

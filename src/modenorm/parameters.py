@@ -83,15 +83,17 @@ def add_gates(optimizer: Optimizer, norms: dict[str, tuple[nn.Module, ModeNorm]]
     group_of = {id(p): group for group in groups for p in group["params"]}
     for name, (old, layer) in norms.items():
         group = next((group_of[id(p)] for p in old.parameters() if id(p) in group_of), groups[0])
+        fresh = {f"gate.{key}": p for key, p in layer.gate.named_parameters()}
         for key in ("weight", "bias"):
             before, after = getattr(old, key), getattr(layer, key)
-            if before is not after and before is not None:
+            if before is not after and before is not None and id(before) in group_of:
                 exchange_parameter(optimizer, before, after)
-        fresh = {n: p for n, p in layer.gate.named_parameters() if id(p) not in group_of}
+                fresh[key] = after  # if another norm, with other modes, was given its place
+        held = {id(p) for some in groups for p in some["params"]}
+        fresh = {key: p for key, p in fresh.items() if id(p) not in held}
         group["params"].extend(fresh.values())
         if "param_names" in group:
-            group["param_names"].extend(f"{name}.gate.{key}".lstrip(".") for key in fresh)
-        group_of |= {id(p): group for p in fresh.values()}
+            group["param_names"].extend(f"{name}.{key}".lstrip(".") for key in fresh)
         if isinstance(optimizer, Adagrad) and fresh:  # it makes its state when it is made
             settings = {key: group[key] for key in optimizer.defaults}
             optimizer.state.update(Adagrad(fresh.values(), **settings).state)
