@@ -147,6 +147,16 @@ def test_evaluation(device, num_modes, channels_last):
         assert_close(value, wanted, 1e-6, "buffers don't move")
 
 
+@pytest.mark.parametrize("update", ["paper", "usage"])
+def test_a_mode_with_next_to_nothing_keeps_its_estimates(device, update):
+    layer = modenorm.ModeNorm1d(3, 2, running_update=update).to(device)
+    gates = torch.tensor([[1.0, 1e-40]], device=device).expand(8, 2)  # together below 2^-126
+    layer(torch.randn(8, 3, device=device) + 50, gates=gates)
+    assert layer.running_mean[0].min() > 1
+    assert layer.running_mean[1].tolist() == [0, 0, 0]
+    assert layer.running_var[1].tolist() == [1, 1, 1]
+
+
 @pytest.mark.parametrize("variance", ["pooled", "pixel"])
 @pytest.mark.parametrize("num_modes", MODES, ids="K{}".format)
 @pytest.mark.parametrize("channels_last", [False, True], ids=["first", "last"])

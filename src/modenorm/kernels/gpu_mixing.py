@@ -134,7 +134,7 @@ def _statistics_kernel(
         rate = momentum
         if USAGE:
             rate = momentum * (mass / num_samples)
-        moves = mask_c & (tl.full([BLOCK_C], 1.0, tl.float32) * (mass * finite) > 0.0)
+        moves = mask_c & (tl.full([BLOCK_C], 1.0, tl.float32) * (mass * finite) >= TINY)
         old_mean = tl.load(running_mean_ptr + offs, mask=moves, other=0.0)
         old_var = tl.load(running_var_ptr + offs, mask=moves, other=0.0)
         step = mode_mean - old_mean
@@ -144,7 +144,7 @@ def _statistics_kernel(
         if tl.program_id(0) == 0:
             if HAS_TRACKED and mode == 0:
                 tl.store(tracked_ptr, tl.load(tracked_ptr) + finite.to(tl.int64))
-            if HAS_SHARE and mass * finite > 0.0:
+            if HAS_SHARE and mass * finite >= TINY:
                 share = tl.load(running_share_ptr + mode) + mass / num_samples
                 tl.store(running_share_ptr + mode, share)
 
