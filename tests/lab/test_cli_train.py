@@ -164,6 +164,12 @@ def test_modes_per_layer_are_read_back(command: Command) -> None:
     assert [len(model.get_buffer(f"stage{i}.norm.running_mean")) for i in (1, 2)] == [4, 2]
 
 
+def test_a_training_without_modes_has_one_name(command: Command) -> None:
+    for modes in ("2", "4"):
+        assert command("train", *SHORT, "--norm", "bn", "--modes", modes)[0] == 0
+    assert len(find_runs(Path("runs"))) == 1
+
+
 def test_automatic_modes_need_no_norm(command: Command) -> None:
     code, out, _ = command(
         "train", *SHORT, "--modes", "auto", "--max-modes", "3", "--sparsity", "0.05"

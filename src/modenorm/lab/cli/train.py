@@ -335,7 +335,10 @@ def _modes(
     norm = norm or ("bn" if text is None else "mn")
     if text is None:
         return {"norm": norm}
-    return {"norm": norm, "modes": int(text) if text.isdecimal() else _modes_of_layers(text)}
+    modes = int(text) if text.isdecimal() else _modes_of_layers(text)
+    if norm not in ("mn", "mgn"):  # a training without modes has one name
+        return {"norm": norm}
+    return {"norm": norm, "modes": modes}
 
 
 def _automatic_modes(
