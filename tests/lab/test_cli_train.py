@@ -100,7 +100,7 @@ def test_nothing_is_cut_off_on_a_narrow_terminal(
     assert {len(line) for line in out.splitlines()} == {80}
     code, out, _ = command("report", folder, "-o", f"{folder}/page.html")
     assert code == 0
-    assert out.startswith(f"{folder}/page.html: 1 runs")
+    assert out.startswith(f"{folder}/page.html: 1 run (1 done)")
 
 
 @pytest.mark.parametrize("width", [80, 140])

@@ -336,6 +336,17 @@ def test_long_measurements_are_folded_and_their_parts_readable(tmp_path):
     assert "<details open><summary>1 row</summary>" in render([], Page(results=[file]))
 
 
+def test_one_run_is_no_runs_and_missing_results_are_refused(tmp_path):
+    fake_run(tmp_path / "runs", 2, norm="bn")
+    command = ["report", str(tmp_path / "runs"), "-o", str(tmp_path / "page.html")]
+    assert "page.html: 1 run (1 done)" in CliRunner().invoke(app, command).output.replace("\n", "")
+    (tmp_path / "page.html").unlink()
+    found = CliRunner().invoke(app, [*command, "--results", str(tmp_path / "absent.jsonl")])
+    assert isinstance(found.exception, ValueError)
+    assert "there is no such file or folder" in str(found.exception)
+    assert not (tmp_path / "page.html").exists()
+
+
 def test_200_runs_in_30_seconds_and_10_megabytes(tmp_path):
     for seed in range(10):
         for modes in (2, 4, 8):

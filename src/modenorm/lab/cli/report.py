@@ -44,12 +44,15 @@ def report_command(
     size = write_page(output, records, page)
     states = [record.state for record in records]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+    number = f"{len(records)} run{'' if len(records) == 1 else 's'}"
     make_console().print(
-        f"{output}: {len(records)} runs ({counts or 'none'}), {size / 1e6:.1f} MB", soft_wrap=True
+        f"{output}: {number} ({counts or 'none'}), {size / 1e6:.1f} MB", soft_wrap=True
     )
 
 
 def _tables(path: Path) -> list[Path]:
+    if not path.exists():
+        raise ValueError(f"--results is {path}, and there is no such file or folder")
     return sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
 
 
