@@ -71,7 +71,7 @@ def reproduce_command(
     workers: int | None = _machine(
         None, min=0, help="Processes of each rank that decode what is streamed; one per core."
     ),
-    checkpoint_every: float = _machine(60.0, help="Seconds between checkpoints."),
+    checkpoint_every: float = _machine(60.0, min=0, help="Seconds between checkpoints."),
 ) -> None:
     """Reproduce a table of the paper: train what is missing, then show it beside the paper.
 

@@ -118,7 +118,7 @@ def train_command(
     workers: int | None = _machine(
         None, min=0, help="Processes of each rank that decode what is streamed; one per core."
     ),
-    checkpoint_every: float = _machine(60.0, help="Seconds between checkpoints."),
+    checkpoint_every: float = _machine(60.0, min=0, help="Seconds between checkpoints."),
     tensorboard: bool = _machine(False, help="Also write TensorBoard events."),
 ) -> None:
     """Train a model, or go on with a training that was interrupted.
