@@ -57,11 +57,16 @@ def assert_refused(model: nn.Module, message: str, x: torch.Tensor, **options) -
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
 
 
-def test_lbfgs_is_refused():
+def test_lbfgs_is_refused_after_a_step():
     model, x = small_model(), images()
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
     train(model, optimizer, x)
     assert_refused(model, "make a new LBFGS", x, optimizer=optimizer)
+
+    fresh = torch.optim.LBFGS(model.parameters(), max_iter=2)
+    report = prune_modes(model, [x], tolerance=100.0, optimizer=fresh)
+    assert set(report.num_modes.values()) == {1}
+    train(model, fresh, x)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -10,7 +10,13 @@ from torch.optim import LBFGS, Adafactor, Adagrad, Optimizer
 
 from modenorm.layers import ModeGroupNorm, ModeNorm
 
-__all__ = ["NormParameters", "add_gates", "exchange_parameter", "norm_parameters"]
+__all__ = [
+    "NormParameters",
+    "add_gates",
+    "check_optimizer",
+    "exchange_parameter",
+    "norm_parameters",
+]
 
 NORMS = (ModeNorm, ModeGroupNorm, _NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
@@ -74,11 +80,7 @@ def norm_parameters(model: nn.Module) -> NormParameters:
 
 def add_gates(optimizer: Optimizer, norms: dict[str, tuple[nn.Module, ModeNorm]]) -> None:
     """Add the gates' parameters beside the norms', and put parameters per mode in their place."""
-    if isinstance(optimizer, LBFGS) and optimizer.state:
-        raise ValueError(
-            "the optimizer is an LBFGS that has made a step, whose history is that of all "
-            "parameters together; convert the model without it, then make a new one"
-        )
+    check_optimizer(optimizer)
     groups = optimizer.param_groups
     group_of = {id(p): group for group in groups for p in group["params"]}
     for name, (old, layer) in norms.items():
@@ -97,6 +99,15 @@ def add_gates(optimizer: Optimizer, norms: dict[str, tuple[nn.Module, ModeNorm]]
         if isinstance(optimizer, Adagrad) and fresh:  # it makes its state when it is made
             settings = {key: group[key] for key in optimizer.defaults}
             optimizer.state.update(Adagrad(fresh.values(), **settings).state)
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose state can't follow parameters that change."""
+    if isinstance(optimizer, LBFGS) and optimizer.state:
+        raise ValueError(
+            "the optimizer is an LBFGS that has made a step, whose history is that of all "
+            "parameters in one row; leave optimizer= out, and make a new LBFGS afterwards"
+        )
 
 
 def exchange_parameter(optimizer: Optimizer, before: nn.Parameter, after: nn.Parameter) -> None:

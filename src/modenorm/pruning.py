@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from modenorm.convert import acts_as_batchnorm, turn_to_batchnorm
 from modenorm.fewer_modes import LayerView, furthest, leave_shared, watching
 from modenorm.gates import LinearGate
 from modenorm.modes import evaluating, parts_of
-from modenorm.parameters import exchange_parameter
+from modenorm.parameters import check_optimizer, exchange_parameter
 from modenorm.pruning_report import LayerPruning, Pruning
 from modenorm.recording import mode_layers
 from modenorm.resizing import Layer
@@ -110,11 +110,8 @@ def prune_modes(
 def _check_prunable(layers: Mapping[str, Layer], optimizer: Optimizer | None) -> None:
     if not layers:
         raise ValueError("prune_modes found no mode norm or mode group norm in the model")
-    if isinstance(optimizer, LBFGS):
-        raise ValueError(
-            "the optimizer is LBFGS, whose history is of all parameters in one row and can't be "
-            "changed along; prune without optimizer= and make a new LBFGS afterwards"
-        )
+    if optimizer is not None:
+        check_optimizer(optimizer)
     switched = [name for name, layer in layers.items() if _has_switches(layer)]
     if switched:
         raise ValueError(
