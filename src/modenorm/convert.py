@@ -265,10 +265,10 @@ def _take_parameters(old: Any, layer: ModeNorm, tied: Tied) -> None:
         if parameter is None or not layer.per_mode_affine:
             setattr(layer, key, parameter)
             continue
-        own = tied.setdefault((parameter, layer.num_modes), getattr(layer, key))
+        own = tied.get((parameter, layer.num_modes), getattr(layer, key))
         if own is None:
             own = nn.Parameter(parameter.new_empty((layer.num_modes, *parameter.shape)))
-            tied[parameter, layer.num_modes] = own
+        tied[parameter, layer.num_modes] = own
         setattr(layer, key, own)
         own.requires_grad = parameter.requires_grad
         if not torch.nn.parameter.is_lazy(own):

@@ -85,7 +85,7 @@ def mode_norm(
         estimates = RunningEstimates(running_mean, running_var, num_batches_tracked, running_share)
         check_estimates(estimates, x)
     modes = known_modes(running_mean, weight, bias)
-    options = Options(training, momentum, eps, running_update, None, False, modes)
+    options = Options(training, momentum, eps, running_update, gates_matter=False, num_modes=modes)
     check_options(options, estimates)
     return normalize_modes(x, gates, estimates, weight, bias, options, mask)[0]
 

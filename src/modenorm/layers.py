@@ -149,9 +149,15 @@ class ModeNorm(_Heard, Float32Buffers):
             )
         training = self.training and not (self.statistics_frozen and estimates is not None)
         ranks = in_use(self.ranks) if training else None
-        heard, modes = self.gate_listener is not None, self.num_modes
-        given = (self.momentum, self.eps, self.running_update)
-        options = Options(training, *given, ranks, heard, modes)
+        options = Options(
+            training,
+            self.momentum,
+            self.eps,
+            self.running_update,
+            ranks,
+            gates_matter=self.gate_listener is not None,
+            num_modes=self.num_modes,
+        )
         y, used = normalize_modes(
             x,
             self.gate if gates is None else gates,
