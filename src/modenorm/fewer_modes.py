@@ -86,7 +86,7 @@ class LayerView:
         if self.note:
             return stops
         search = self._search()
-        self.shares = search.shares.cpu()
+        self.shares = search.shares
         while len(stops[-1].groups) > 1:
             stops.append(min(search.steps(stops[-1]), key=self._cost))
         return stops

@@ -52,7 +52,7 @@ class ModeSearch:
 
     def __init__(self, layer: ModeNorm, mean: Tensor, var: Tensor, logs: Tensor) -> None:
         self.logs, self.gates = logs, logs.exp()
-        self.shares = self.gates.mean(0)
+        self.shares = self.gates.mean(0).cpu()
         self._mean, self._deviations = mean, var.sqrt()
         self._eps = layer.eps
         assert layer.running_mean is not None
@@ -84,7 +84,7 @@ class ModeSearch:
         """Work out what modes the groups would be."""
         if not groups:
             return
-        weights = group_weights(groups, self.shares.cpu()).to(self.logs)
+        weights = group_weights(groups, self.shares).to(self.logs)
         offsets = self._offsets_of(groups, weights)
         self._places.update({group: len(self._places) + i for i, group in enumerate(groups)})
         self._offsets += [0.0 if len(g) == 1 else o for g, o in zip(groups, offsets, strict=True)]
@@ -106,19 +106,18 @@ class ModeSearch:
         if self._weight is not None:
             scale = scale * (weights @ self._weight if self._weight.ndim == 2 else self._weight)
         pulled = scale * mean
-        return torch.cat(
-            [scale, pulled if self._bias is None else pulled - weights @ self._bias], 1
-        )
+        if self._bias is not None:
+            pulled = pulled - weights @ self._bias
+        return torch.cat([scale, pulled], 1)
 
     def _changes(self, ways: Sequence[Groups]) -> list[float]:
         """How much the layer's output changes, relative to its standard deviation."""
         places = torch.tensor([[self._places[group] for group in groups] for groups in ways])
-        size = self._before.numel()
-        at_once = max(1, AT_ONCE.get(self.logs.device.type, IN_CACHE) // size)
-        norms = torch.cat(
-            [self._norms(part) for part in places.to(self.logs.device).split(at_once)]
-        )
-        return (norms / (size / 2) ** 0.5 / self._size).tolist()
+        device = self.logs.device
+        size = len(self.logs) * max(self._before.shape[1], places.shape[1])
+        parts = places.to(device).split(max(1, AT_ONCE.get(device.type, IN_CACHE) // size))
+        norms = torch.cat([self._norms(part) for part in parts])
+        return (norms / self._mean.numel() ** 0.5 / self._size).tolist()
 
     def _norms(self, places: Tensor) -> Tensor:
         """The norm over samples and channels of what changes in the output, (T,)."""
@@ -147,7 +146,7 @@ class ChannelSearch:
         square = scale**2 * var + (shift - shift.mean(0)) ** 2
         self._size = float(square.mean().sqrt()) or 1.0
         weight, bias = self._gate
-        self.shares = torch.softmax(mean[..., None] * weight + bias, -1).mean((0, 1))
+        self.shares = torch.softmax(mean[..., None] * weight + bias, -1).mean((0, 1)).cpu()
 
     def steps(self, stop: Stop) -> list[Stop]:
         """Every way to have one mode less."""
