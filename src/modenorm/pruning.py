@@ -6,9 +6,10 @@ model computes.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -88,7 +89,8 @@ def prune_modes(
     with watching(views.values()):
         before = _outputs(model, inputs)
     scale = _deviation(before)
-    paths = {name: view.path() for name, view in views.items()}
+    with _one_thread():
+        paths = {name: view.path() for name, view in views.items()}
     found: dict[float, float] = {}
 
     def tolerated(limit: float) -> bool:
@@ -144,6 +146,17 @@ def _turn_to_batchnorm(
             if optimizer is not None and before is not after:  # it had a row for each mode
                 exchange_parameter(optimizer, before, after)
     return turned
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Small operators in one thread: several mostly wait for each other on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _largest(limits: Sequence[float], tolerated: Callable[[float], bool]) -> float:
