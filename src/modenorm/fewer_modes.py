@@ -1,7 +1,8 @@
-"""A layer with fewer modes: what it would compute, and how much that differs from what it does.
+"""A layer with fewer modes: how many go for which change of its output, and what became of it.
 
 Letters: N samples, C channels, K modes. A layer's map of each sample and channel depends on small
-arrays only, so dropping a mode or merging two is tried on them without running the model.
+arrays only, so dropping a mode or merging two is tried on them (mode_search.py) without running the
+model.
 """
 
 from __future__ import annotations
@@ -10,41 +11,25 @@ import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from modenorm import mixing
 from modenorm.findings import DEAD_SHARE
-from modenorm.kernels import plain
+from modenorm.kernels import choose_backend, plain, streaming
 from modenorm.layers import ModeGroupNorm, ModeNorm
+from modenorm.mode_search import ChannelSearch, ModeSearch, Stop
 from modenorm.modes import SMALLEST_GATE, statistics_distances
 from modenorm.pruning_report import LayerPruning
 from modenorm.recording import listening
-from modenorm.resizing import (
-    combine_modes,
-    group_weights,
-    last_linear,
-    merged_statistics,
-    mode_rows,
-)
+from modenorm.resizing import combine_modes, last_linear, mode_rows
 
 __all__ = ["LayerView", "Stop", "furthest", "leave_shared", "watching"]
 
 NO_BETTER = 1e-6  # differences between changes that don't count
 MOST_SAMPLES = 2048  # of one layer's samples, for choosing what to merge
-
-
-@dataclass(frozen=True)
-class Stop:
-    """A layer with fewer modes: groups of the old ones, offsets of biases, change of its output."""
-
-    groups: tuple[tuple[int, ...], ...]
-    offsets: tuple[float, ...]
-    change: float
 
 
 def furthest(path: Sequence[Stop], limit: float) -> Stop:
@@ -53,7 +38,7 @@ def furthest(path: Sequence[Stop], limit: float) -> Stop:
 
 
 class LayerView:
-    """What a layer saw and did on the batches, in float64 on the CPU, and what it would do."""
+    """What a layer saw and did on the batches, kept on the CPU, and what it would do."""
 
     def __init__(self, layer: ModeNorm | ModeGroupNorm) -> None:
         self.layer = layer
@@ -61,7 +46,8 @@ class LayerView:
         self.takes_more = False  # gates or a mask, which a batch norm could not be called with
         self._means: list[Tensor] = []
         self._vars: list[Tensor] = []
-        self._logs: list[Tensor] = []
+        self._gates: list[Tensor] = []
+        self._device = torch.device("cpu")  # where changes are worked out
         if not all(isinstance(rows, nn.Parameter) for rows in mode_rows(layer)):
             self.note = "left: its rows per mode are computed from other parameters"
         if isinstance(layer, ModeNorm):
@@ -81,73 +67,44 @@ class LayerView:
         x = args[0] if args else kwargs["x"]
         if x.numel() == 0:
             return
-        mean, var = plain.moments(x.detach())
-        assert var is not None
-        self._means.append(mean.double().cpu())
-        self._vars.append(var.double().cpu())
+        if x.device.type == "cuda":  # others may have no float64
+            self._device = x.device
+        for kept, moment in zip((self._means, self._vars), _moments(x.detach()), strict=True):
+            kept.append(moment.to("cpu", copy=True))
 
     def take_gates(self, gates: Tensor) -> None:
         """Hear the gates of a forward; those of a mode group norm follow from its input."""
         if gates.ndim == 2:
-            self._logs.append(gates.detach().double().cpu().clamp_min(SMALLEST_GATE).log())
+            self._gates.append(gates.detach().cpu())
 
     def path(self) -> list[Stop]:
         """The layer with ever fewer modes, and how much its output changes."""
         modes = self.layer.num_modes
-        first = Stop(tuple((k,) for k in range(modes)), (0.0,) * modes, 0.0)
-        stops = [first]
+        stops = [Stop(tuple((k,) for k in range(modes)), (0.0,) * modes, 0.0)]
         if not sum(map(len, self._means)):
             self.note = self.note or "left: it was not used"
         if self.note:
             return stops
-        self._prepare()
+        search = self._search()
+        self.shares = search.shares
         while len(stops[-1].groups) > 1:
-            stops.append(min(self._tries(stops[-1]), key=self._cost))
+            stops.append(min(search.steps(stops[-1]), key=self._cost))
         return stops
 
-    def _prepare(self) -> None:
-        rows = sum(map(len, self._means))
-        every = -(-rows // MOST_SAMPLES)
-        self.mean, self.var = (torch.cat(parts)[::every] for parts in (self._means, self._vars))
-        if self._logs:
-            self.logs = torch.cat(self._logs)[::every]
-        else:
-            assert isinstance(self.layer, ModeGroupNorm)
-            w, b = (p.double().cpu() for p in (self.layer.gate_weight, self.layer.gate_bias))
-            self.logs = (self.mean[..., None] * w + b).log_softmax(-1)
-        self.gates = self.logs.exp()
-        self.shares = self.gates.flatten(0, -2).mean(0)
-        if isinstance(self.layer, ModeNorm):
-            mean, var = _wide(self.layer.running_mean), _wide(self.layer.running_var)
-            assert mean is not None
-            assert var is not None
-            self._estimates = mean, var
-            self._statistics = statistics_distances(mean, var, self.layer.eps)
-        self._first = self._map(tuple((k,) for k in range(len(self.shares))))
-        scale, shift = self._first
-        centred = shift - shift.mean(0)
-        flat = self.logs.flatten(0, -2)
-        self._between = torch.stack(
-            [(flat - flat[:, k : k + 1]).std(0, correction=0) for k in range(flat.shape[1])]
-        )
-        self._deviation = float((scale**2 * self.var + centred**2).mean().sqrt()) or 1.0
-
-    def _tries(self, stop: Stop) -> Iterator[Stop]:
-        """Every way to have one mode less: drop one, or merge two."""
-        count = len(stop.groups)
-        for k in range(count):
-            rest = [i for i in range(count) if i != k]
-            groups = tuple(stop.groups[i] for i in rest)
-            yield self._stop(groups, tuple(stop.offsets[i] for i in rest))
+    def _search(self) -> ModeSearch | ChannelSearch:
+        mean, var = self._heard(self._means), self._heard(self._vars)
         if isinstance(self.layer, ModeGroupNorm):
-            return
-        for j, k in itertools.combinations(range(count), 2):
-            rest = [i for i in range(count) if i not in (j, k)]
-            group = tuple(sorted(stop.groups[j] + stop.groups[k]))
-            groups = (*(stop.groups[i] for i in rest), group)
-            offsets = (*(stop.offsets[i] for i in rest), self._offset(group))
-            order = sorted(range(len(groups)), key=groups.__getitem__)
-            yield self._stop(tuple(groups[i] for i in order), tuple(offsets[i] for i in order))
+            return ChannelSearch(self.layer, mean, var)
+        logs = self._heard(self._gates).clamp_min(SMALLEST_GATE).log()
+        search = ModeSearch(self.layer, mean, var, logs)
+        self._statistics = statistics_distances(*search.estimates, self.layer.eps).cpu()
+        self._between = (logs[:, :, None] - logs[:, None]).std(0, correction=0).cpu()
+        return search
+
+    def _heard(self, parts: list[Tensor]) -> Tensor:
+        """What was heard in all forwards, of evenly spaced samples where there are many."""
+        every = -(-sum(map(len, parts)) // MOST_SAMPLES)
+        return torch.cat(parts)[::every].to(self._device, torch.float64)
 
     def _cost(self, stop: Stop) -> float:
         """The change; of equal ones, dead modes are rather dropped and living ones merged."""
@@ -156,50 +113,6 @@ class LayerView:
         kept = set(itertools.chain(*stop.groups))
         dropped = set(range(len(self.shares))) - kept
         return stop.change + NO_BETTER * (len(merged & dead) + len(dropped - dead))
-
-    def _offset(self, group: tuple[int, ...]) -> float:
-        """What the mean logit of a group is below the logarithm of its gates' sum, on average."""
-        part = list(group)
-        weights = self.shares[part] / self.shares[part].sum()
-        together = self.gates[:, part].sum(1)
-        gap = self.logs[:, part].logsumexp(1) - self.logs[:, part] @ weights
-        return float((together * gap).sum() / together.sum())
-
-    def _stop(self, groups: tuple[tuple[int, ...], ...], offsets: tuple[float, ...]) -> Stop:
-        scale, shift = self._map(groups, torch.tensor(offsets, dtype=torch.float64))
-        square = (scale - self._first[0]) ** 2 * self.var + (shift - self._first[1]) ** 2
-        return Stop(groups, offsets, float(square.mean().sqrt()) / self._deviation)
-
-    def _map(
-        self, groups: tuple[tuple[int, ...], ...], offsets: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Scale and shift, (N, C), of the layer with these groups as modes."""
-        layer = self.layer
-        weights = group_weights(groups, self.shares)
-        if isinstance(layer, ModeGroupNorm):
-            return mixing.channel_modes(
-                self.mean,
-                self.var if layer.variance == "pixel" else None,
-                _mixed(weights, layer.gate_weight),
-                _mixed(weights, layer.gate_bias),
-                _wide(layer.weight),
-                _wide(layer.bias),
-                layer.eps,
-            )[:2]
-        logits = self.logs @ weights.t()
-        gates = torch.softmax(logits if offsets is None else logits + offsets, 1)
-        mean, var = merged_statistics(weights, *self._estimates)
-        weight, bias = (
-            _mixed(weights, p) if layer.per_mode_affine and p is not None else _wide(p)
-            for p in (layer.weight, layer.bias)
-        )
-        inverse = (var + layer.eps).rsqrt()  # (K, C)
-        inverse = inverse if weight is None else inverse * weight
-        scale = gates @ inverse
-        shift = scale * self.mean - gates @ (inverse * mean)
-        if bias is not None:
-            shift = shift + (gates @ bias if bias.ndim == 2 else bias)
-        return scale, shift
 
     def shrink(
         self, layer: ModeNorm | ModeGroupNorm, stop: Stop, optimizer: Optimizer | None = None
@@ -243,12 +156,14 @@ def _largest_of(distances: Tensor, group: tuple[int, ...]) -> float:
     return float(distances[list(group)][:, list(group)].max())
 
 
-def _wide(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach().double().cpu()
-
-
-def _mixed(weights: Tensor, rows: Tensor) -> Tensor:
-    return weights @ rows.detach().double().cpu()
+def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and variance over the positions, (N, C) each."""
+    if choose_backend(x) == "fused":
+        mean, var, *_ = streaming.moments(x)
+    else:
+        mean, var = plain.moments(x)
+    assert var is not None
+    return mean, var
 
 
 @contextlib.contextmanager

@@ -6,9 +6,10 @@ model computes.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -87,24 +88,28 @@ def prune_modes(
     leave_shared(views.values())
     with watching(views.values()):
         before = _outputs(model, inputs)
-    paths = {name: view.path() for name, view in views.items()}
     scale = _deviation(before)
+    with _one_thread():
+        paths = {name: view.path() for name, view in views.items()}
+    found: dict[float, float] = {}
 
-    def change_with(limit: float) -> float:
+    def tolerated(limit: float) -> bool:
         trial = copy.deepcopy(model)
         for name, layer in mode_layers(trial).items():
             views[name].shrink(layer, furthest(paths[name], limit))
-        return _difference(before, _outputs(trial, inputs)) / scale
+        found[limit] = _change(trial, inputs, before, scale, tolerance)
+        return found[limit] <= tolerance
 
     changes = sorted({s.change for path in paths.values() for s in path if s.change < math.inf})
-    limit = _largest(changes, lambda limit: change_with(limit) <= tolerance)
+    limit = _largest(changes, tolerated)
     stops = {name: furthest(path, limit) for name, path in paths.items()}
     for name, layer in layers.items():
         views[name].shrink(layer, stops[name], optimizer)
     turned = _turn_to_batchnorm(model, views, optimizer) if batchnorm else {}
-    change = _difference(before, _outputs(model, inputs)) / scale
-    found = tuple(view.describe(name, stops[name], name in turned) for name, view in views.items())
-    return Pruning(found, change, tolerance, sum(map(len, inputs)))
+    if turned or limit not in found:
+        found[limit] = _change(model, inputs, before, scale)
+    about = tuple(view.describe(name, stops[name], name in turned) for name, view in views.items())
+    return Pruning(about, found[limit], tolerance, sum(map(len, inputs)))
 
 
 def _check_prunable(layers: Mapping[str, Layer], optimizer: Optimizer | None) -> None:
@@ -143,6 +148,17 @@ def _turn_to_batchnorm(
     return turned
 
 
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Small operators in one thread: several mostly wait for each other on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def _largest(limits: Sequence[float], tolerated: Callable[[float], bool]) -> float:
     """The largest tolerated limit, by bisection; the first one is taken to be so."""
     low, high = 0, len(limits)
@@ -153,9 +169,14 @@ def _largest(limits: Sequence[float], tolerated: Callable[[float], bool]) -> flo
 
 
 def _outputs(model: nn.Module, inputs: Iterable[Tensor]) -> list[Tensor]:
-    """What the model says of all batches in evaluation: its tensors, flattened."""
+    """What the model says of each batch in evaluation, in one row."""
     with evaluating(model):
-        return [t.double().flatten() for x in inputs for t in _tensors(model(x))]
+        return [_row(model(x)) for x in inputs]
+
+
+def _row(output: Any) -> Tensor:
+    tensors = [tensor.double().flatten() for tensor in _tensors(output)]
+    return torch.cat(tensors) if tensors else torch.empty(0, dtype=torch.float64)
 
 
 def _tensors(output: Any) -> list[Tensor]:
@@ -169,15 +190,32 @@ def _tensors(output: Any) -> list[Tensor]:
     return []
 
 
-def _difference(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
-    total = sum(float((a - b).square().sum()) for a, b in zip(after, before, strict=True))
-    return (total / sum(map(len, before))) ** 0.5
+def _change(
+    model: nn.Module,
+    inputs: Iterable[Tensor],
+    before: Sequence[Tensor],
+    scale: float,
+    most: float = math.inf,
+) -> float:
+    """The root mean square change of the model's outputs, in scales.
+
+    Beyond `most` the other batches don't matter: it only grows with them.
+    """
+    count, square, change = sum(map(len, before)), 0.0, 0.0
+    with evaluating(model):
+        for x, row in zip(inputs, before, strict=True):
+            square += float((_row(model(x)) - row).square().sum())
+            change = (square / count) ** 0.5 / scale
+            if change > most:
+                break
+    return change
 
 
 def _deviation(outputs: Sequence[Tensor]) -> float:
     if not sum(map(len, outputs)):
         raise ValueError("prune_modes compares the model's outputs, but it returned no tensor")
-    deviation = float(torch.cat(list(outputs)).std(correction=0))
+    rows = [row for row in outputs if len(row)]  # others may be on another device
+    deviation = float(torch.cat(rows).std(correction=0))
     if not math.isfinite(deviation):
         raise ValueError(
             "prune_modes compares the model's outputs, but on these batches they hold NaN or "

@@ -18,7 +18,7 @@ from modenorm.layers import ModeGroupNorm, ModeNorm
 from modenorm.state import modes_in
 
 __all__ = [
-    "close_modes", "combine_modes", "group_weights", "last_linear", "match_modes",
+    "close_modes", "combine_modes", "group_members", "group_weights", "last_linear", "match_modes",
     "merged_statistics", "mode_rows", "set_num_modes",
 ]  # fmt: skip
 
@@ -63,11 +63,19 @@ def group_weights(groups: Sequence[tuple[int, ...]], shares: Tensor) -> Tensor:
         >>> group_weights([(0, 2)], torch.tensor([0.1, 0.6, 0.3]))
         tensor([[0.2500, 0.0000, 0.7500]], dtype=torch.float64)
     """
-    weights = torch.zeros(len(groups), len(shares), dtype=torch.float64)
-    for row, group in enumerate(groups):
-        part = shares[list(group)].double().cpu().clamp_min(1e-30)
-        weights[row, list(group)] = part / part.sum()
-    return weights
+    part = group_members(groups, len(shares)) * shares.double().cpu().clamp_min(1e-30)
+    return part / part.sum(1, keepdim=True)
+
+
+def group_members(groups: Sequence[tuple[int, ...]], num_modes: int) -> Tensor:
+    """Which modes belong to each group: float64 (groups, K).
+
+    Example:
+        >>> group_members([(0, 2)], 3)
+        tensor([[1., 0., 1.]], dtype=torch.float64)
+    """
+    rows = [[float(mode in group) for mode in range(num_modes)] for group in groups]
+    return torch.tensor(rows, dtype=torch.float64)
 
 
 def merged_statistics(weights: Tensor, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,7 +122,7 @@ def combine_modes(
         (1, torch.Size([1, 8]))
     """
     weights = group_weights(groups, shares)
-    member = (weights > 0).double()
+    member = group_members(groups, layer.num_modes)
     rows = mode_rows(layer)
     if isinstance(layer, ModeNorm):
         _combine_estimates(layer, weights, member)

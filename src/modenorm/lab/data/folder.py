@@ -9,14 +9,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 
 from modenorm.lab.data.checks import Split, Splits
+from modenorm.lab.data.decoding import decode_files
 from modenorm.lab.data.sets import DataError
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm"})
@@ -171,44 +170,4 @@ def _listing(folder: Path, paths: list[Path], labels: list[int]) -> Listing:
 
 
 def _decode(listing: Listing, size: int | None) -> Split:
-    first = _open(listing.paths[0], size)
-    images = np.empty((len(listing.paths), 3, *first.shape[:2]), np.uint8)
-
-    def decode(i: int) -> None:
-        path = listing.paths[i]
-        pixels = _open(path, size)
-        if pixels.shape != first.shape:
-            got, want = pixels.shape[1::-1], first.shape[1::-1]
-            raise DataError(
-                f"{path}: {got[0]}×{got[1]} pixels, expected {want[0]}×{want[1]} as the first "
-                "image; give a size"
-            )
-        images[i] = pixels.transpose(2, 0, 1)
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for _ in pool.map(decode, range(len(listing.paths)), chunksize=64):
-            pass
-    return images, np.array(listing.labels, np.int64)
-
-
-def _open(path: Path, size: int | None) -> np.ndarray:
-    try:
-        with Image.open(path) as image:
-            if size is None:
-                return np.asarray(image.convert("RGB"))
-            return np.asarray(_short_side_crop(image, size))
-    # Decoders raise SyntaxError, struct.error and others beside OSError.
-    except Exception as error:
-        raise DataError(f"{path}: expected a complete image file ({error})") from error
-
-
-def _short_side_crop(image: Image.Image, size: int) -> Image.Image:
-    image.draft("RGB", (size, size))  # lets the JPEG decoder skip detail, never below the size
-    image = image.convert("RGB")
-    width, height = image.size
-    scale = size / min(width, height)
-    width, height = max(size, round(width * scale)), max(size, round(height * scale))
-    if image.size != (width, height):
-        image = image.resize((width, height), Image.Resampling.BILINEAR)
-    left, top = (width - size) // 2, (height - size) // 2
-    return image.crop((left, top, left + size, top + size))
+    return decode_files(listing.paths, size), np.array(listing.labels, np.int64)
