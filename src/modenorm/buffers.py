@@ -1,4 +1,4 @@
-"""The tensors that a module holds; running estimates are float32 at least, updated once per step."""
+"""The tensors of a module; running estimates are float32 at least, updated once per step."""
 
 from __future__ import annotations
 

@@ -123,12 +123,12 @@ class StandIn:
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    caches = (mode_plan._plan, fused_channels._group_plan)
-    for cache in caches:
-        cache.cache_clear()
+    clear = (mode_plan._plans.clear, fused_channels._group_plan.cache_clear)
+    for each in clear:
+        each()
     yield StandIn(monkeypatch)
-    for cache in caches:
-        cache.cache_clear()
+    for each in clear:
+        each()
 
 
 def step(layer, x, dy, penalty=None, **given):

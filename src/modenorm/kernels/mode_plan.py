@@ -7,21 +7,23 @@ fused.py makes one autograd node of them, operators.py hands all but the maps to
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from modenorm.checks import Options
 from modenorm.kernels.gpu import Geometry, Passes
 from modenorm.kernels.gpu_mixing import Mixing
 from modenorm.kernels.launch import Pointer, Slab
-from modenorm.kernels.mode_arrays import Backward, Forward, Inference, Inputs
+from modenorm.kernels.mode_arrays import Backward, Forward, Inference, Inputs, fits
 from modenorm.kernels.plan import affine_kind, aligned, geometry_of, pointer
 from modenorm.kernels.stage import Split, Stage, Stream
 from modenorm.mixing import RunningEstimates
 
 __all__ = ["ModePlan", "plan_for"]
+
+MOST_PLANS = 4096
 
 
 class ModePlan:
@@ -260,49 +262,46 @@ class ModePlan:
             self.mixing.parameters_backward(stream, mean, dlogits, dweights, *gradients)
 
 
+_plans: dict[tuple[Any, ...], ModePlan] = {}
+
+
 def plan_for(
     x: Tensor,
     inputs: Inputs,
-    eps: float,
-    momentum: float = 0.0,
-    usage: bool = False,
-    running: RunningEstimates | None = None,
-    others: tuple[Tensor | None, ...] = (),
+    estimates: RunningEstimates | None,
+    options: Options,
+    moves: bool = False,
     gates_apart: bool = True,
-) -> ModePlan:
-    """The plan of a call; other tensors that its launches read are looked at for alignment.
+    others: tuple[Tensor, ...] = (),
+) -> ModePlan | None:
+    """The plan of a call on a dense x; None if its launches can't take these tensors.
 
-    Gates that are not apart lie with what is kept for backward.
+    Estimates may move or not. Gates that are not apart lie with what is kept for backward. Other
+    tensors that the launches read are looked at for alignment.
     """
-    tensors = (x, *inputs, *(running or ()), *others)
-    return _plan(
-        geometry_of(x),
-        inputs.num_modes,
-        eps,
-        momentum,
-        inputs.gates is None,
-        affine_kind(inputs.weight, inputs.bias),
-        _running_kind(running, usage),
-        x.get_device(),
-        gates_apart,
-        aligned(tensors),
-    )
-
-
-@functools.lru_cache(maxsize=4096)
-def _plan(
-    geometry: Geometry,
-    num_modes: int,
-    eps: float,
-    momentum: float,
-    has_gate: bool,
-    affine: tuple[bool, bool, bool],
-    running: tuple[bool, bool, bool, bool],
-    device: int,
-    gates_apart: bool,
-    direct: bool,
-) -> ModePlan:
-    return ModePlan(geometry, num_modes, eps, momentum, has_gate, affine, running, direct)
+    beside = (*inputs, *(estimates or ()))
+    direct = aligned((x, *beside, *others))
+    key = (
+        x.shape, x.is_contiguous(), x.dtype, x.device, options.num_modes,
+        options.eps, options.momentum, options.running_update, moves, gates_apart, direct,
+        *[None if t is None else (t.shape, t.is_contiguous(), t.dtype, t.device) for t in beside],
+    )  # fmt: skip
+    plan = _plans.get(key)
+    if plan is None and fits(x, inputs, estimates, options.num_modes):
+        if len(_plans) == MOST_PLANS:
+            _plans.clear()
+        running = _running_kind(estimates if moves else None, options.running_update == "usage")
+        plan = _plans[key] = ModePlan(
+            geometry_of(x),
+            inputs.num_modes,
+            options.eps,
+            0.0 if options.momentum is None else options.momentum,
+            inputs.gates is None,
+            affine_kind(inputs.weight, inputs.bias),
+            running,
+            direct,
+        )
+    return plan
 
 
 def _estimates(running: RunningEstimates | None, mean: Pointer) -> tuple[Pointer, ...]:

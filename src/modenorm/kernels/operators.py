@@ -133,7 +133,9 @@ def statistics(
     if gates is not None:
         used.copy_(gates)
     with on_device(x) as stream:
-        plan = plan_for(x, inputs, eps, momentum, usage, estimates)
+        options = Options(True, momentum, eps, "usage" if usage else "paper")
+        plan = plan_for(x, inputs, estimates, options, moves=estimates is not None)
+        assert plan is not None  # all was seen to fit while tracing
         work = [scale, shift, torch.empty_like(scale[:, 0])]
         plan.mix(stream, x, inputs, estimates, used, kept, work)
     return outputs
@@ -209,7 +211,8 @@ def gradients(
     present = [None if p is None else d for p, d in zip(inputs[1:], found, strict=True)]
     kept = [mean, var, mode_mean, mode_var, mass]
     with on_device(x) as stream:
-        plan = plan_for(x, inputs, eps, others=(used, *kept))
+        plan = plan_for(x, inputs, None, Options(eps=eps), others=(used, *kept))
+        assert plan is not None  # all was seen to fit while tracing
         dlogits = torch.empty_like(used) if gates is None else dgates
         u, s, dweights = (torch.empty_like(mode_mean) for _ in range(3))
         work = [slope, offset, scale, u, s, dweights]
