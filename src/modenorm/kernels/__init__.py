@@ -74,12 +74,12 @@ def _can_fuse(x: Tensor) -> bool:
         return False
     if forward_ad._current_level >= 0 or torch._C._functorch.is_functorch_wrapped_tensor(x):
         return False
-    return x.device.type == "cpu" or runs_triton(x)
+    return x.is_cpu or runs_triton(x)
 
 
 def runs_triton(x: Tensor) -> bool:
     """Whether the Triton kernels take this tensor: on a GPU, or in Triton's interpreter."""
-    if x.dtype == torch.float64 or (x.device.type != "cuda" and not interpreting()):
+    if x.dtype == torch.float64 or not (x.is_cuda or interpreting()):
         return False
     return _triton_works(x.get_device())
 
