@@ -97,7 +97,7 @@ class _ModeNorm(torch.autograd.Function):
                 _merge(plan.kept.tensors(kept)[2:5], plan.num_positions, running, ranks, options)
                 plan.run_map(stream, arrays)
         ctx.save_for_backward(x, *inputs, used, kept)
-        ctx.eps, ctx.plan, ctx.ranks = options.eps, plan, ranks
+        ctx.plan, ctx.options = plan, options
         ctx.set_materialize_grads(False)
         return (y, used) if options.gates_matter else y
 
@@ -105,21 +105,21 @@ class _ModeNorm(torch.autograd.Function):
     def backward(
         ctx: Any, dy: Tensor | None, dused: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
-        x, *given, used, kept = ctx.saved_tensors
+        *given, used, kept = ctx.saved_tensors
+        options, plan, ranks = ctx.options, ctx.plan, ctx.options.ranks
         if plain.only_plain(dy, dused) or dy is None:
-            forward = partial(plain.mode_norm, eps=ctx.eps, ranks=ctx.ranks)
-            needed = ctx.needs_input_grad
-            return (*plain.differentiate(forward, (x, *given), needed, (dy, dused)), *NO_GRADIENTS)
-        inputs = Inputs(*given)
+            forward = partial(plain.mode_norm, eps=options.eps, ranks=ranks)
+            found = plain.differentiate(forward, given, ctx.needs_input_grad, (dy, dused))
+            return (*found, *NO_GRADIENTS)
+        x, gates, *parameters = given
         with on_device(x) as stream:
-            plan, ranks, dy = ctx.plan, ctx.ranks, dense_like(dy, x)
+            dy = dense_like(dy, x)
             dused = None if dused is None else dense_like(dused, used)
             dx = torch.empty_like(x)
-            dgates = None if inputs.gates is None else torch.empty_like(inputs.gates)
-            gradients = [None if p is None else torch.empty_like(p) for p in inputs[1:]]
+            dgates = None if gates is None else torch.empty_like(gates)
+            gradients = [None if p is None else torch.empty_like(p) for p in parameters]
             scratch = plan.backward.allocate(x.device)
-            places = (used, dused, kept, scratch, dx, dgates)
-            arrays = Backward(dy, x, *inputs, *places, *gradients)
+            arrays = Backward(dy, *given, used, dused, kept, scratch, dx, dgates, *gradients)
             if ranks is None:
                 plan.run_backward[dused is None](stream, arrays)
             else:

@@ -55,6 +55,6 @@ def _on_other_device(x: Tensor) -> Iterator[int]:
 
 def on_device(x: Tensor) -> contextlib.AbstractContextManager[int]:
     """The stream to launch on, with x's device as the current one."""
-    if x.is_cuda and x.get_device() != torch.cuda.current_device():
+    if x.is_cuda and x.get_device() != torch._C._cuda_getDevice():
         return _on_other_device(x)
     return contextlib.nullcontext(current_stream(x))
