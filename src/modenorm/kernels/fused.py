@@ -22,7 +22,6 @@ from modenorm.kernels import plain
 from modenorm.kernels.layout import as_dense, dense_like
 from modenorm.kernels.mode_arrays import Backward, Forward, Inference, Inputs
 from modenorm.kernels.mode_plan import ModePlan, plan_for
-from modenorm.kernels.plan import on_device
 from modenorm.mixing import RunningEstimates
 
 __all__ = ["mode_norm", "mode_norm_inference"]
@@ -61,10 +60,9 @@ def mode_norm_inference(
     plan = plan_for(x, inputs, estimates, options)
     if plan is None:
         return None
-    with on_device(x) as stream:
-        y, gates = torch.empty_like(x), plan.gates_like(x)
-        scratch = plan.inference.allocate(x.device)
-        plan.run_inference(stream, Inference(x, *inputs[1:], *estimates[:2], gates, scratch, y))
+    y, gates = torch.empty_like(x), plan.gates_like(x)
+    scratch = plan.inference.allocate(x.device)
+    plan.run_inference(Inference(x, *inputs[1:], *estimates[:2], gates, scratch, y))
     return y, gates
 
 
@@ -83,19 +81,18 @@ class _ModeNorm(torch.autograd.Function):
         options: Options,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         inputs, ranks, used = (gates, gate_weight, gate_bias, weight, bias), options.ranks, gates
-        with on_device(x) as stream:
-            y = torch.empty_like(x)
-            if options.gates_matter and gates is None:
-                used = plan.gates_like(x)
-            kept, scratch = plan.kept.allocate(x.device), plan.forward.allocate(x.device)
-            moved: Estimates = running if running and ranks is None else NO_ESTIMATES
-            arrays = Forward(x, *inputs, *moved, used, kept, scratch, y)
-            if ranks is None:
-                plan.run_forward(stream, arrays)
-            else:
-                plan.run_statistics(stream, arrays)
-                _merge(plan.kept.tensors(kept)[2:5], plan.num_positions, running, ranks, options)
-                plan.run_map(stream, arrays)
+        y = torch.empty_like(x)
+        if options.gates_matter and gates is None:
+            used = plan.gates_like(x)
+        kept, scratch = plan.kept.allocate(x.device), plan.forward.allocate(x.device)
+        moved: Estimates = running if running and ranks is None else NO_ESTIMATES
+        arrays = Forward(x, *inputs, *moved, used, kept, scratch, y)
+        if ranks is None:
+            plan.run_forward(arrays)
+        else:
+            plan.run_statistics(arrays)
+            _merge(plan.kept.tensors(kept)[2:5], plan.num_positions, running, ranks, options)
+            plan.run_map(arrays)
         ctx.save_for_backward(x, *inputs, used, kept)
         ctx.plan, ctx.options = plan, options
         ctx.set_materialize_grads(False)
@@ -112,21 +109,21 @@ class _ModeNorm(torch.autograd.Function):
             found = plain.differentiate(forward, given, ctx.needs_input_grad, (dy, dused))
             return (*found, *NO_GRADIENTS)
         x, gates, *parameters = given
-        with on_device(x) as stream:
-            dy = dense_like(dy, x)
-            dused = None if dused is None else dense_like(dused, used)
-            dx = torch.empty_like(x)
-            dgates = None if gates is None else torch.empty_like(gates)
-            gradients = [None if p is None else torch.empty_like(p) for p in parameters]
-            scratch = plan.backward.allocate(x.device)
-            arrays = Backward(dy, *given, used, dused, kept, scratch, dx, dgates, *gradients)
-            if ranks is None:
-                plan.run_backward[dused is None](stream, arrays)
-            else:
-                plan.run_modes_backward(stream, arrays)
-                if any(ctx.needs_input_grad[:4]):
-                    _sum(plan.backward.tensors(scratch)[3:5], plan.kept.tensors(kept)[4], ranks)
-                plan.run_samples_backward[dused is None](stream, arrays)
+        dy = dense_like(dy, x)
+        dused = None if dused is None else dense_like(dused, used)
+        dx = torch.empty_like(x)
+        dgates = None if gates is None else torch.empty_like(gates)
+        gradients = [None if p is None else torch.empty_like(p) for p in parameters]
+        scratch = plan.backward.allocate(x.device)
+        places = (used, dused, kept, scratch, dx, dgates)
+        arrays = Backward._make((dy, *given, *places, *gradients))
+        if ranks is None:
+            plan.run_backward[dused is None](arrays)
+        else:
+            plan.run_modes_backward(arrays)
+            if any(ctx.needs_input_grad[:4]):
+                _sum(plan.backward.tensors(scratch)[3:5], plan.kept.tensors(kept)[4], ranks)
+            plan.run_samples_backward[dused is None](arrays)
         return dx, dgates, *gradients, *NO_GRADIENTS
 
 

@@ -18,7 +18,16 @@ from torch import Tensor
 from modenorm.kernels.gpu_arrays import can_overlap
 from modenorm.kernels.layout import interpreting
 
-__all__ = ["DRIVER_IS_KNOWN", "Launch", "Pointer", "Recorder", "Slab", "Slot", "current_stream"]
+__all__ = [
+    "DRIVER_IS_KNOWN",
+    "Launch",
+    "Pointer",
+    "Recorder",
+    "Slab",
+    "Slot",
+    "current_stream",
+    "is_elsewhere",
+]
 
 DRIVER_IS_KNOWN = triton.__version__.startswith("3.6.")
 """Whether kernels are handed to the driver directly, and arrays as addresses."""
@@ -87,6 +96,11 @@ class Launch:
             self.compiled = self.kernel[self.grid](*pointers, *self.tail, **self.options)
             if self.direct:
                 self.start = _starter(self.compiled, self.grid)
+
+
+def is_elsewhere(x: Tensor) -> bool:
+    """Whether x is on another GPU than the current one."""
+    return x.is_cuda and x.get_device() != torch._C._cuda_getDevice()
 
 
 def current_stream(x: Tensor) -> int:

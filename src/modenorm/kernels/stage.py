@@ -15,7 +15,15 @@ from typing import Any
 
 import torch
 
-from modenorm.kernels.launch import DRIVER_IS_KNOWN, Launch, Recorder, Slab, Slot
+from modenorm.kernels.launch import (
+    DRIVER_IS_KNOWN,
+    Launch,
+    Recorder,
+    Slab,
+    Slot,
+    current_stream,
+    is_elsewhere,
+)
 from modenorm.kernels.layout import interpreting
 from modenorm.kernels.native import library
 
@@ -47,8 +55,13 @@ class Stage:
         self.warm = False
         self.sequence: Sequence | None = None
 
-    def __call__(self, stream: int, arrays: Arrays) -> None:
-        """Launch on a stream."""
+    def __call__(self, arrays: Arrays) -> None:
+        """Launch on the current stream of the first array's device."""
+        first = arrays[0]
+        if is_elsewhere(first):
+            with torch.cuda.device(first.get_device()):
+                return self(arrays)
+        stream = current_stream(first)
         if self.sequence is not None:
             self.sequence(stream, [0 if a is None else a.data_ptr() for a in arrays])
             return
