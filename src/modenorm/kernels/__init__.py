@@ -13,6 +13,8 @@ from types import TracebackType
 
 import torch
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active as transforming
+from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
 from torch.autograd import forward_ad
 
 from modenorm.kernels.layout import interpreting
@@ -70,9 +72,9 @@ def choose_backend(x: Tensor, plain_only: bool = False) -> str:
 def _can_fuse(x: Tensor) -> bool:
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
-    if type(x) not in (Tensor, torch.nn.Parameter) or torch._C._are_functorch_transforms_active():
+    if type(x) not in (Tensor, torch.nn.Parameter) or transforming():
         return False
-    if forward_ad._current_level >= 0 or torch._C._functorch.is_functorch_wrapped_tensor(x):
+    if forward_ad._current_level >= 0 or is_wrapped(x):
         return False
     return x.is_cpu or runs_triton(x)
 
