@@ -150,8 +150,9 @@ def _known_gates(call: _Call) -> bool:
 def _by_one_node(call: _Call) -> tuple[Tensor, Tensor | None] | None:
     """By kernels/fused.py or native_node.py, which have the paper's gate and given gates."""
     x, options = call.x, call.options
-    evaluates = not torch.is_grad_enabled() and not isinstance(call.gates, Tensor)
-    if not ((call.from_batch or evaluates) and _known_gates(call)):
+    if not call.from_batch and (torch.is_grad_enabled() or isinstance(call.gates, Tensor)):
+        return None
+    if not _known_gates(call):
         return None
     found = _fused_modes(call) if runs_triton(x) else None
     if found is None and options.ranks is None and runs_native(x):
