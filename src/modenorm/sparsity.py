@@ -82,6 +82,9 @@ class ModeSparsity(nn.Module):
             training looks at its own part of the batch.
         strength: Of the penalty beside a loss in nats; None for the method's default.
         method: "entropy" or "switch".
+        every: Only every so many calls give the entropy, so many times as strong, and those between
+            zero: on the average the same penalty, for a fraction of its time. Leave it at 1 where
+            a step is captured as a CUDA graph, which repeats one call.
 
     Example:
         >>> import modenorm
@@ -95,10 +98,20 @@ class ModeSparsity(nn.Module):
     strength: Tensor
 
     def __init__(
-        self, model: nn.Module, strength: float | None = None, method: str = "entropy"
+        self,
+        model: nn.Module,
+        strength: float | None = None,
+        method: str = "entropy",
+        *,
+        every: int = 1,
     ) -> None:
         super().__init__()
         check_choice("method", method, METHODS)
+        if every < 1 or (every > 1 and method == "switch"):
+            raise ValueError(
+                f'every is {every}; it must be at least 1, and 1 for method "switch", whose '
+                f"switches act on the gates in every step"
+            )
         strength = DEFAULT_STRENGTH[method] if strength is None else strength
         if not (math.isfinite(strength) and strength >= 0):
             raise ValueError(f"strength is {strength}; it must be a finite number of at least 0")
@@ -112,7 +125,7 @@ class ModeSparsity(nn.Module):
                 f"{type(model).__name__} has no mode norm with several modes, so there is nothing "
                 f"to make sparse; put some in, for example with modenorm.replace_batchnorm"
             )
-        self.method = method
+        self.method, self.every, self._calls = method, every, 0
         self._layers = tuple(layers)  # not submodules: their parameters are the model's
         self._sizes = [layer.num_modes for layer in layers]
         self._gates: dict[int, Tensor] = {}
@@ -143,10 +156,15 @@ class ModeSparsity(nn.Module):
                 "ModeSparsity heard no gates since it was last called; call it after each forward "
                 "of the model in training mode, with gradients enabled"
             )
-        usage = torch.cat([gates.mean(0) for gates in self._gates.values()])
+        heard = list(self._gates.values())
         self.forget()
+        self._calls += 1
+        if (self._calls - 1) % self.every:
+            return torch.zeros_like(self.strength)
+        usage = torch.cat([gates.mean(0) for gates in heard])
         # a mode without any sample has no entropy, and no gradient either
-        return self.strength * torch.special.entr(usage.clamp_min(SMALLEST_GATE)).sum()
+        entropy = torch.special.entr(usage.clamp_min(SMALLEST_GATE)).sum()
+        return self.every * self.strength * entropy
 
     def forget(self) -> None:
         """Let go of the last forward's gates, after a step that does without the penalty."""
@@ -208,7 +226,8 @@ class ModeSparsity(nn.Module):
 
     def extra_repr(self) -> str:
         """The arguments."""
-        return f"strength={float(self.strength):g}, method={self.method!r}"
+        often = f", every={self.every}" if self.every > 1 else ""
+        return f"strength={float(self.strength):g}, method={self.method!r}{often}"
 
 
 def _take_off(gate: LinearGate, change: Callable[[], Tensor]) -> None:

@@ -47,6 +47,13 @@ def test_a_training_ends_with_a_smaller_model(tmp_path: Path) -> None:
     assert json.loads((run.path / "result.json").read_text()) == result
 
 
+def test_modes_are_closed_before_the_learning_rate_falls() -> None:
+    config = fake_config(**AUTO | {"total": 64, "milestones": (30, 50)})
+    assert Schedule.of(config, 70).closing == 27
+    assert Schedule.of(dataclasses.replace(config, milestones=(60,)), 70).closing == 44
+    assert Schedule.of(dataclasses.replace(config, milestones=(1,)), 70).closing == 1
+
+
 def test_modes_are_closed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = fake_config(**AUTO | {"total": 64})
     assert Schedule.of(config, 70).closing == 44

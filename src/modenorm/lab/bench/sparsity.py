@@ -1,7 +1,6 @@
 """What the penalty on modes costs: a training step with `ModeSparsity` beside one without it.
 
-The entropy may be called in every 16th step only, 16 times as strong; switches act on the gates in
-all steps.
+The entropy may be had in every 16th step only (`every=16`); switches act on the gates in all steps.
 """
 
 from __future__ import annotations

@@ -138,9 +138,14 @@ def _same_side(cell: Cell, bn: Cell | None, difference: Difference | None) -> bo
 
 
 def rows(summaries: Sequence[Summary]) -> list[list[str]]:
-    """The cells as rows of text under `HEADER`; what is not measured is called missing."""
+    """The cells as rows of text under `HEADER`.
+
+    What is not measured is called missing, but for stand-ins, of which nobody needs all.
+    """
     found = []
     for group, members in _groups(summaries).items():
+        if all(member.cell.stand_in and not member.seeds for member in members):
+            continue
         found += [
             [group, cited.label, number(cited.error), *[""] * (len(HEADER) - 3)]
             for cited in CITED

@@ -41,8 +41,9 @@ class TrainConfig:
         modes: K of mn and mgn; or {name pattern: K}, where the first pattern that matches a norm's
             name decides.
         sparsity: By how much the outputs may change, relative to their standard deviation, when
-            modes that make little difference are closed at 70 % of the training (mn); a tenth as
-            much when modes are pruned at the end. 0 to keep all modes.
+            modes that make little difference are closed (mn), at 70 % of the training or at 90 %
+            of the time before the learning rate first falls; a tenth as much when modes are pruned
+            at the end. 0 to keep all modes.
         groups: Groups of gn.
         options: Further arguments of the model, such as {"activation": "sigmoid"} of lenet.
         where: Replace "all" norms of the model, or only the "first".

@@ -7,6 +7,8 @@ from modenorm.lab.training.config import TrainConfig
 
 CLOSING = 0.7
 """Part of the training before modes are closed; the rest of it makes up for what that changed."""
+BEFORE_DROP = 0.9
+"""Part of the first learning rate's time before they are closed: a lower one makes up for less."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +46,15 @@ class Schedule:
 
         points = range(config.eval_every, config.total, config.eval_every)
         evaluations = {min(steps_until(point), total) for point in points} | {total}
+        milestones = tuple(steps_until(point) for point in config.milestones)
+        closing = min([CLOSING * total, *(BEFORE_DROP * step for step in milestones)])
         return cls(
             lr=config.lr,
             factor=config.factor,
             total=total,
-            milestones=tuple(steps_until(point) for point in config.milestones),
+            milestones=milestones,
             evaluations=tuple(sorted(evaluations)),
-            closing=int(CLOSING * total) if config.sparsity else 0,
+            closing=max(1, int(closing)) if config.sparsity else 0,
         )
 
     def lr_at(self, step: int) -> float:
