@@ -186,7 +186,7 @@ def _compiled_modes(call: _Call) -> tuple[Tensor, Tensor] | None:
         return None
     moves = call.options.training and not recomputing()
     estimates = call.estimates if moves else None
-    return operators.mode_norm(call.x, *inputs, estimates, call.options)
+    return operators.mode_norm(call.x, inputs, estimates, call.options)
 
 
 def _inputs(call: _Call, dtype: torch.dtype) -> Inputs:

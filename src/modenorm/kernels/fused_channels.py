@@ -16,9 +16,9 @@ from modenorm import mixing
 from modenorm.kernels import plain
 from modenorm.kernels.gpu import Geometry, Passes
 from modenorm.kernels.gpu_channels import MAX_CHANNELS, ChannelMixing
-from modenorm.kernels.launch import Slab
 from modenorm.kernels.layout import as_dense, dense_like
 from modenorm.kernels.plan import affine_kind, aligned, geometry_of, pointer
+from modenorm.kernels.slab import Slab
 from modenorm.kernels.stage import Split, Stage, Stream
 
 __all__ = ["fits", "mode_group_norm"]

@@ -19,13 +19,12 @@ from modenorm.kernels.launch import (
     DRIVER_IS_KNOWN,
     Launch,
     Recorder,
-    Slab,
-    Slot,
     current_stream,
     is_elsewhere,
 )
 from modenorm.kernels.layout import interpreting
 from modenorm.kernels.native import library
+from modenorm.kernels.slab import Slab, Slot
 
 __all__ = ["Sequence", "Split", "Stage", "Stream"]
 
