@@ -1,6 +1,7 @@
 """Mode normalization against the paper's sums in float64: values and all gradients."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -234,9 +235,14 @@ def test_mask_with_a_channel_axis_and_half_type():
 def test_mask_hides_what_the_padding_holds(backend):
     layer = make_layer(3, 2, 3)
     x, mask = data(6, 3, 8), torch.arange(8) < torch.tensor([8, 3, 5, 1, 8, 2])[:, None]
-    padded = torch.where(mask[:, None], x, 1e6)
-    y = [layer(values, mask=mask).masked_select(mask[:, None]) for values in (x, padded)]
-    assert torch.equal(*y)
+    upstream = torch.where(mask[:, None], torch.randn(6, 3, 8).double(), 0)
+    expected = run(layer, x, upstream, mask=mask)
+    for padding in (1e6, float("nan"), float("inf")):
+        padded = torch.where(mask[:, None], x, padding)
+        found = run(layer, padded, upstream, mask=mask)
+        counts = torch.where(mask[:, None], found.y, expected.y)
+        assert torch.equal(counts, expected.y)
+        assert_same(dataclasses.replace(found, y=counts), expected, torch.float64)
 
 
 def test_full_mask_is_no_mask(backend):

@@ -95,6 +95,14 @@ def test_every_so_many_calls_have_the_entropy():
     assert "every=3" in repr(once)
     assert "every" not in repr(often)
 
+    def penalty():
+        model(x)
+        return once()
+
+    compiled = torch.compile(penalty, backend="eager")
+    for _ in range(3):  # a compiled step is the same each time
+        assert compiled().item() == pytest.approx(found[0][1], rel=1e-5)
+
 
 def test_it_hears_training_alone_and_asks_to_be_called_after_the_model():
     model, x = small_model(), torch.randn(4, 3, 8, 8, dtype=torch.float64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from numbers import Integral
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from modenorm.exchange import Ranks
@@ -12,7 +13,6 @@ from modenorm.mixing import RunningEstimates
 
 __all__ = [
     "Options",
-    "as_mask",
     "check_affine",
     "check_choice",
     "check_count",
@@ -21,6 +21,7 @@ __all__ = [
     "check_input",
     "check_options",
     "known_modes",
+    "masked",
 ]
 
 
@@ -109,12 +110,16 @@ def check_options(options: Options, estimates: RunningEstimates | None = None) -
             raise ValueError(f"momentum=None averages over batches and needs {name}")
 
 
-def as_mask(mask: Tensor, x: Tensor) -> Tensor:
-    """The mask as (N, 1, *positions), boolean."""
+def masked(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """X, finite wherever the mask is False, and the mask as (N, 1, *positions), boolean.
+
+    There gradients are zero as a rule, and zero times NaN would be NaN.
+    """
     short, full = (x.shape[0], *x.shape[2:]), (x.shape[0], 1, *x.shape[2:])
     if tuple(mask.shape) not in (short, full):
         raise ValueError(f"mask has shape {tuple(mask.shape)}; expected {short} or {full}")
-    return mask.reshape(full).bool()
+    mask = mask.reshape(full).bool()
+    return torch.where(mask | x.isfinite(), x, 0), mask
 
 
 def check_count(name: str, value: int) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from modenorm import exchange, mixing, reference
 from modenorm.buffers import recomputing
-from modenorm.checks import Options, as_mask, check_input
+from modenorm.checks import Options, check_input, masked
 from modenorm.gates import LinearGate
 from modenorm.kernels import (
     choose_backend,
@@ -69,7 +69,7 @@ def normalize_modes(
     check_input(x)
     dtype = statistics_dtype(x)
     weight, bias = _cast(dtype, weight), _cast(dtype, bias)
-    mask = None if mask is None else as_mask(mask, x)
+    x, mask = (x, None) if mask is None else masked(x, mask)
     call = _Call(x, gates, estimates, weight, bias, options, mask)
     if not autocasting(x):
         return _normalize_modes(call)

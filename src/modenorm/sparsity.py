@@ -83,8 +83,8 @@ class ModeSparsity(nn.Module):
         strength: Of the penalty beside a loss in nats; None for the method's default.
         method: "entropy" or "switch".
         every: Only every so many calls give the entropy, so many times as strong, and those between
-            zero: on the average the same penalty, for a fraction of its time. Leave it at 1 where
-            a step is captured as a CUDA graph, which repeats one call.
+            zero: on the average the same penalty, for a fraction of its time. In a step that is
+            compiled or captured as a CUDA graph, which is the same each time, it is 1.
 
     Example:
         >>> import modenorm
@@ -156,15 +156,22 @@ class ModeSparsity(nn.Module):
                 "ModeSparsity heard no gates since it was last called; call it after each forward "
                 "of the model in training mode, with gradients enabled"
             )
-        heard = list(self._gates.values())
+        heard, times = list(self._gates.values()), self._times()
         self.forget()
-        self._calls += 1
-        if (self._calls - 1) % self.every:
+        if times == 0:
             return torch.zeros_like(self.strength)
         usage = torch.cat([gates.mean(0) for gates in heard])
         # a mode without any sample has no entropy, and no gradient either
         entropy = torch.special.entr(usage.clamp_min(SMALLEST_GATE)).sum()
-        return self.every * self.strength * entropy
+        return self.strength * entropy * times
+
+    def _times(self) -> int:
+        """How many times as strong this call is as the strength says."""
+        captured = self.strength.is_cuda and torch.cuda.is_current_stream_capturing()
+        if captured or torch.compiler.is_compiling():
+            return 1
+        self._calls += 1
+        return 0 if (self._calls - 1) % self.every else self.every
 
     def forget(self) -> None:
         """Let go of the last forward's gates, after a step that does without the penalty."""

@@ -14,6 +14,7 @@ from modenorm.lab.bench import layer, sparsity, train
 from modenorm.lab.bench.page import with_tables
 from modenorm.lab.bench.timing import alternating, extra
 from modenorm.lab.cli import app
+from modenorm.lab.cli import bench as bench_commands
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,6 +53,19 @@ def test_model_command(tmp_path):
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert [row["norm"] for row in rows] == ["bn", "mn2"]
     assert rows[1]["to_bn"] == pytest.approx(rows[1]["step_us"] / rows[0]["step_us"])
+
+
+def test_model_command_keeps_what_was_measured(tmp_path, monkeypatch):
+    def measure(name, *, norms, compiled, **_):
+        yield {"model": name, "norm": norms[0], "compiled": compiled[0], "step_us": 1.0}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_commands, "measure_model", measure)
+    output = tmp_path / "model.jsonl"
+    arguments = ["bench", "model", "--model", "resnet18", "--no-eager", "-o", str(output)]
+    assert CliRunner().invoke(app, arguments).exit_code != 0
+    (row,) = [json.loads(line) for line in output.read_text().splitlines()]
+    assert (row["norm"], row["compiled"]) == ("bn", True)
 
 
 def test_train_command(tmp_path, monkeypatch):

@@ -104,7 +104,8 @@ def model_command(
     size: int = typer.Option(224, help="Side of the images."),
     dtype: str = typer.Option("bfloat16", help="Autocast to this type."),
     norms: list[str] = typer.Option(["bn", "mn2", "mn8", "mgn2"], "--norm", help="Norms and K."),
-    compiled: bool = typer.Option(True, help="Also measure under torch.compile."),
+    eager: bool = typer.Option(True, help="Measure the step as it is."),
+    compiled: bool = typer.Option(True, help="Measure it under torch.compile."),
     output: Path | None = typer.Option(None, "--output", "-o", help="JSON lines to write."),
 ) -> None:
     """A whole training step of a network, channels_last: wall time and memory."""
@@ -113,26 +114,24 @@ def model_command(
     _report_conditions(console, device)
     rows: list[dict[str, Any]] = []
     for name in models or model_names():
-        for mode in (False, True)[: 1 + compiled]:
-            measured = list(
-                _with_provenance(
-                    measure_model(
-                        name,
-                        batch=batch,
-                        size=size,
-                        dtype=dtype,
-                        norms=norms,
-                        compiled=[mode],
-                        device=device,
-                    ),
-                    device,
-                )
+        for mode in [False] * eager + [True] * compiled:
+            measured = []
+            found = measure_model(
+                name,
+                batch=batch,
+                size=size,
+                dtype=dtype,
+                norms=norms,
+                compiled=[mode],
+                device=device,
             )
+            for row in _with_provenance(found, device):
+                measured.append(row)
+                _write(output, [*rows, *measured])
             title = f"{name}, N={batch}, {size}×{size}, {dtype}, "
             title += "torch.compile" if mode else "eager"
             console.print(_table(title, measured, MODEL_COLUMNS))
             rows += measured
-            _write(output, rows)
 
 
 @app.command("train")
