@@ -1,10 +1,12 @@
 """Mode normalization against the paper's sums in float64: values and all gradients."""
 
+import copy
 import dataclasses
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 import modenorm
 from compare import TOLERANCES, assert_close, assert_same, make_layer, one_hot, run, run_reference
@@ -159,6 +161,43 @@ def test_gates_from_outside_leave_the_gate_alone(backend):
     layer = make_layer(3, 2)
     layer(data(6, 3, 4, 5), gates=one_hot([0, 1, 0, 1, 0, 1], 2)).square().sum().backward()
     assert layer.gate.weight.grad is None
+
+
+class _Doubled(nn.Module):
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return 2 * value
+
+
+def _parametrize(module, name):
+    parametrize.register_parametrization(module, name, _Doubled())
+
+
+def _replace(module, name):
+    """As wrappers do that keep the parameters elsewhere: FSDP, DataParallel's replicas."""
+    value = getattr(module, name)
+    delattr(module, name)
+    setattr(module, name, 2 * value)
+
+
+@pytest.mark.parametrize("change", [_parametrize, _replace])
+@pytest.mark.parametrize("name", ["weight", "bias", "gate.weight", "gate.bias"])
+def test_parameters_that_something_else_keeps(name, change, backend):
+    x, layer = data(6, 3, 4, 5, dtype=torch.float32), make_layer(3, 2, dtype=torch.float32)
+    twin = copy.deepcopy(layer)
+    twin.get_parameter(name).data.mul_(2)
+    path, _, last = name.rpartition(".")
+    change(layer.get_submodule(path), last)
+    assert_close(layer(x), twin(x), 1e-6)
+
+
+def test_an_estimate_that_something_else_keeps(backend):
+    x, layer = data(6, 3, 4, 5), make_layer(3, 2).eval()
+    expected = layer(x)
+    estimate = layer.running_mean
+    del layer.running_mean
+    layer.running_mean = estimate
+    assert "running_mean" not in layer._buffers
+    assert_close(layer(x), expected, 1e-12)
 
 
 @TRAINING

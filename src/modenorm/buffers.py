@@ -1,13 +1,14 @@
-"""Buffers that hold running estimates: float32 at least, updated once per step."""
+"""The tensors of a module; running estimates are float32 at least, updated once per step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Float32Buffers", "recomputing", "running_dtype"]
+__all__ = ["Float32Buffers", "members", "recomputing", "running_dtype"]
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
 
@@ -16,6 +17,15 @@ def running_dtype(dtype: torch.dtype | None) -> torch.dtype:
     """The type of running estimates in a layer of this type: half types would lose the updates."""
     dtype = torch.get_default_dtype() if dtype is None else dtype
     return torch.float32 if dtype in HALF_TYPES else dtype
+
+
+def members(module: nn.Module, names: tuple[str, ...]) -> list[Any]:
+    """Parameters, buffers and modules of a module, as its attributes but in a fifth of the time.
+
+    What something else keeps under such a name (FSDP, a parametrization) is an attribute only.
+    """
+    known = {**module._parameters, **module._buffers, **module._modules}
+    return [known[name] if name in known else getattr(module, name) for name in names]
 
 
 def recomputing() -> bool:

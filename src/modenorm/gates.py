@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modenorm.buffers import Float32Buffers, recomputing, running_dtype
+from modenorm.buffers import Float32Buffers, members, recomputing, running_dtype
 from modenorm.exchange import Ranks, in_use, statistics
 from modenorm.mixing import product
 
@@ -63,16 +63,16 @@ class LinearGate(nn.Module):
         bound = 1 / math.sqrt(self.num_features)
         nn.init.uniform_(self.bias, -bound, bound)
 
-    def changed_bias(self) -> Tensor:
-        """The bias as it is used now."""
-        bias: Tensor = self.bias
+    def used_parameters(self) -> tuple[Tensor, Tensor]:
+        """Weight and bias as they are used now."""
+        weight, bias = members(self, ("weight", "bias"))
         for change in self.bias_changes:
             bias = bias + change()
-        return bias
+        return weight, bias
 
     def forward(self, features: Tensor) -> Tensor:
         """Logits of each sample's modes."""
-        weight, bias = self.weight.to(features.dtype), self.changed_bias().to(features.dtype)
+        weight, bias = (parameter.to(features.dtype) for parameter in self.used_parameters())
         return product(features, weight.t()) + bias
 
     def extra_repr(self) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from modenorm.buffers import Float32Buffers, running_dtype
+from modenorm.buffers import Float32Buffers, members, running_dtype
 from modenorm.checks import Options, check_choice, check_count, check_eps, check_options
 from modenorm.exchange import Ranks, in_use
 from modenorm.gates import GateFactory, make_gate, reset_gate
@@ -23,6 +23,8 @@ from modenorm.state import explain_modes
 __all__ = ["ModeGroupNorm", "ModeNorm1d", "ModeNorm2d", "ModeNorm3d"]
 
 GateListener = Callable[[Tensor], None]
+ESTIMATES = ("running_mean", "running_var", "num_batches_tracked", "running_share")
+MEMBERS = ("gate", "weight", "bias", *ESTIMATES)
 
 
 class _Heard(nn.Module):
@@ -139,9 +141,10 @@ class ModeNorm(_Heard, Float32Buffers):
             mask: (N, *positions), True where a position counts in the statistics.
         """
         self._check_input(x)
-        estimates, mean, var = None, self.running_mean, self.running_var
+        gate, weight, bias, mean, var, *counts = members(self, MEMBERS)
+        estimates = None
         if mean is not None and var is not None:
-            estimates = RunningEstimates(mean, var, self.num_batches_tracked, self.running_share)
+            estimates = RunningEstimates(mean, var, *counts)
         if gates is not None and tuple(gates.shape) != (x.shape[0], self.num_modes):
             raise ValueError(
                 f"gates have shape {tuple(gates.shape)}; expected ({x.shape[0]}, {self.num_modes}):"
@@ -158,15 +161,8 @@ class ModeNorm(_Heard, Float32Buffers):
             gates_matter=self.gate_listener is not None,
             num_modes=self.num_modes,
         )
-        y, used = normalize_modes(
-            x,
-            self.gate if gates is None else gates,
-            estimates,
-            self.weight,
-            self.bias,
-            options,
-            mask,
-        )
+        given = gate if gates is None else gates
+        y, used = normalize_modes(x, given, estimates, weight, bias, options, mask)
         if self.gate_listener is not None:
             assert used is not None
             self.gate_listener(used if gates is None else used.clone())  # theirs may change

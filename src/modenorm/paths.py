@@ -89,15 +89,9 @@ def _normalize_modes(call: _Call) -> tuple[Tensor, Tensor | None]:
     backend = choose_backend(x, plain_only=call.mask is not None)
     if backend == "reference":
         return _reference_modes(call)
-    by_triton = _one_node(call) if backend == "fused" else _compiled_on_gpu(call)
-    inputs = _kernel_inputs(call) if by_triton else None
-    if inputs is not None:
-        run = _fused_modes if backend == "fused" else _compiled_modes
-        return run(call, inputs)
-    if backend == "fused" and _one_call(call):
-        found = native_node.mode_norm(x, *_inputs(call, x.dtype), call.estimates, options)
-        if found is not None:
-            return found
+    found = _by_one_node(call) if backend == "fused" else _compiled_modes(call)
+    if found is not None:
+        return found
     if not call.from_batch and isinstance(call.gates, Tensor):
         return _without_moments(call, backend)
     return _mixed_modes(call, backend)
@@ -145,38 +139,54 @@ def normalize_channels(
 def _known_gates(call: _Call) -> bool:
     """Whether the gates are given, or the paper's gate, unchanged and with nobody listening."""
     gates = call.gates
-    if isinstance(gates, Tensor):
-        return True
-    if type(gates) is not LinearGate or call.options.num_modes not in (None, len(gates.weight)):
-        return False
+    if type(gates) is not LinearGate:
+        return isinstance(gates, Tensor)
     heard = gates._forward_hooks or gates._forward_pre_hooks
     return not (
         heard or gates._backward_hooks or gates._backward_pre_hooks or "forward" in gates.__dict__
     )
 
 
-def _one_node(call: _Call) -> bool:
-    """Whether kernels/fused.py has this case: the paper's gate or given gates, on a GPU."""
-    if not (_known_gates(call) and runs_triton(call.x)):
-        return False
-    if call.from_batch:
-        return call.options.momentum is not None or call.estimates is None
-    return not torch.is_grad_enabled() and not isinstance(call.gates, Tensor)
+def _by_one_node(call: _Call) -> tuple[Tensor, Tensor | None] | None:
+    """By kernels/fused.py or native_node.py, which have the paper's gate and given gates."""
+    x, options = call.x, call.options
+    if not call.from_batch and (torch.is_grad_enabled() or isinstance(call.gates, Tensor)):
+        return None
+    if not _known_gates(call):
+        return None
+    found = _fused_modes(call) if runs_triton(x) else None
+    if found is None and options.ranks is None and runs_native(x):
+        found = native_node.mode_norm(x, *_inputs(call, x.dtype), call.estimates, options)
+    return found
 
 
-def _one_call(call: _Call) -> bool:
-    """Whether kernels/native_node.py has this case, if it can take the tensors."""
-    if call.options.ranks is not None or not (_known_gates(call) and runs_native(call.x)):
-        return False
-    return call.from_batch or not (torch.is_grad_enabled() or isinstance(call.gates, Tensor))
+def _fused_modes(call: _Call) -> tuple[Tensor, Tensor | None] | None:
+    from modenorm.kernels import fused
+
+    estimates, options = call.estimates, call.options
+    if estimates is not None and not options.training:
+        return fused.mode_norm_inference(call.x, _triton_inputs(call), estimates, options)
+    if estimates is not None and options.momentum is None:
+        return None
+    return fused.mode_norm(call.x, _triton_inputs(call), estimates, options)
 
 
-def _compiled_on_gpu(call: _Call) -> bool:
-    """Whether `torch.compile` is tracing a case that kernels/operators.py has."""
+def _compiled_modes(call: _Call) -> tuple[Tensor, Tensor] | None:
+    """Under `torch.compile` on a GPU: maps for Inductor to fuse with their neighbours.
+
+    Their coefficients are by our kernels.
+    """
     if not call.from_batch or call.mask is not None or call.options.ranks is not None:
-        return False
+        return None
     compiling = torch.compiler.is_compiling() and operators.available(call.x)
-    return compiling and _known_gates(call)
+    if not (compiling and _known_gates(call)):
+        return None
+    inputs = _triton_inputs(call)
+    if not fits(call.x, inputs, call.estimates, call.options.num_modes):
+        return None
+    moves = call.options.training and not recomputing()
+    estimates = call.estimates if moves else None
+    return operators.mode_norm(call.x, inputs, estimates, call.options)
 
 
 def _inputs(call: _Call, dtype: torch.dtype) -> Inputs:
@@ -184,40 +194,16 @@ def _inputs(call: _Call, dtype: torch.dtype) -> Inputs:
     if not isinstance(call.gates, LinearGate):
         given = _gates_of(call, call.x, call.x)
         return Inputs(given, None, None, call.weight, call.bias)
-    weight, bias = call.gates.weight, call.gates.changed_bias()
+    weight, bias = call.gates.used_parameters()
     gate = (plain.as_type(weight, dtype), plain.as_type(bias, dtype))
     return Inputs(None, *gate, call.weight, call.bias)
 
 
-def _kernel_inputs(call: _Call) -> Inputs | None:
-    """What the Triton kernels are given, or None if they can't take it."""
+def _triton_inputs(call: _Call) -> Inputs:
     inputs = _inputs(call, torch.float32)
     if inputs.gates is not None:
         inputs = inputs._replace(gates=inputs.gates.contiguous())
-    return inputs if fits(call.x, inputs, call.estimates) else None
-
-
-def _fused_modes(call: _Call, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-    from modenorm.kernels import fused
-
-    estimates, options = call.estimates, call.options
-    if not call.from_batch:
-        assert estimates is not None
-        return fused.mode_norm_inference(call.x, inputs, estimates, options.eps)
-    running = None if recomputing() else estimates
-    momentum = 0.0 if options.momentum is None else options.momentum
-    usage = options.running_update == "usage"
-    training = fused.Training(
-        options.eps, momentum, usage, running, options.ranks, options.gates_matter
-    )
-    return fused.mode_norm(call.x, *inputs, training)
-
-
-def _compiled_modes(call: _Call, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Maps for Inductor to fuse with their neighbours, their coefficients by our kernels."""
-    moves = call.options.training and not recomputing()
-    estimates = call.estimates if moves else None
-    return operators.mode_norm(call.x, *inputs, estimates, call.options)
+    return inputs
 
 
 def _mixed_modes(call: _Call, backend: str) -> tuple[Tensor, Tensor]:

@@ -365,6 +365,37 @@ def test_repeated_calls_and_unaligned_memory(device):
         assert_close(torch.autograd.grad(y, x, dy)[0], true_gradients[0], 3e-5, "dx", 3e-5)
 
 
+CHANGES = {
+    "weight transposed": lambda layer: setattr(layer.weight, "data", layer.weight.data.t()),
+    "gate of float64": lambda layer: layer.gate.double(),
+    "gate transposed": lambda layer: setattr(layer.gate.weight, "data", layer.gate.weight.data.t()),
+    "estimates transposed": lambda layer: setattr(layer, "running_var", layer.running_var.t()),
+    "estimates of float64": lambda layer: setattr(
+        layer, "running_mean", layer.running_mean.double()
+    ),
+    "momentum": lambda layer: setattr(layer, "momentum", 0.7),
+    "momentum of none": lambda layer: setattr(layer, "momentum", None),
+    "eps": lambda layer: setattr(layer, "eps", 0.5),
+    "update": lambda layer: setattr(layer, "running_update", "usage"),
+    "evaluation": lambda layer: layer.eval(),
+    "hook": lambda layer: layer.gate.register_forward_hook(lambda *given: given[-1] + 1),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_after_a_call(device, change):
+    x = tensor((4, 3, 2, 5), device, torch.float32, False)
+    found = []
+    for backend in ("fused", "eager"):
+        torch.manual_seed(1)
+        layer = layer_for(x.shape, 3, device, per_mode_affine=True)
+        with modenorm.use_backend(backend), torch.no_grad():
+            layer(x)
+            CHANGES[change](layer)
+            found.append([layer(x), *layer.buffers()])
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter always repeats")
 def test_results_repeat(device):
     x = tensor((32, 40, 9, 9), device, torch.float32, True)

@@ -10,6 +10,7 @@ import modenorm
 from modenorm import mixing
 from modenorm.checks import Options
 from modenorm.kernels import operators, plain
+from modenorm.kernels.mode_arrays import Inputs
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["gate", "gates"])
@@ -38,7 +39,8 @@ def test_against_plain_operators(
         tensors = (torch.zeros(3, 20), torch.ones(3, 20), torch.zeros((), dtype=torch.int64))
         return mixing.RunningEstimates(*(t.to(device) for t in tensors), None)
 
-    def plainly(x, gates, gate_weight, gate_bias, weight, bias, estimates, options):
+    def plainly(x, inputs, estimates, options):
+        gates, gate_weight, gate_bias, weight, bias = inputs
         mean, var = plain.moments(x)
         if gates is None:
             gates = torch.softmax(mean @ gate_weight.t() + gate_bias, 1)
@@ -57,7 +59,7 @@ def test_against_plain_operators(
             for t in (x, gates, *gate, *parameters)
         ]
         running = estimates()
-        y, used = function(*inputs, running, options)
+        y, used = function(inputs[0], Inputs(*inputs[1:]), running, options)
         leaves = [t for t in inputs if t is not None]
         heads = ((y, used), (dy, pull)) if gates_matter else (y, dy)
         gradients = torch.autograd.grad(heads[0], leaves, heads[1])
@@ -74,9 +76,9 @@ def test_operator_registration(device):
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     forward = (x, *inputs, *running, 1e-5, 0.1, False)
     torch.library.opcheck(operators.statistics, forward, test_utils=checks)
-    _, _, used, *kept = operators.statistics(*forward)
-    for dused in (torch.zeros_like(used), None):
-        backward = (dy, dused, x, *inputs, used, *kept, 1e-5)
+    kept, _ = operators.statistics(*forward)
+    for dused in (torch.zeros(4, 2, device=device), None):
+        backward = (dy, dused, x, *inputs, kept, 1e-5)
         torch.library.opcheck(operators.gradients, backward, test_utils=checks)
 
 

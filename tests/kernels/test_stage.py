@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from test_fused import layer_for, tensor
 
 import modenorm
-from modenorm.kernels import fused_channels, launch, mode_plan, plan, stage
+from modenorm.kernels import fused_channels, launch, mode_plan, stage
 from modenorm.kernels.layout import interpreting
 from modenorm.kernels.native import library
 
@@ -52,7 +52,7 @@ class StandIn:
         address = ctypes.cast(self.function, ADDRESS).value
         monkeypatch.setattr(stage, "_driver", lambda: address)
         monkeypatch.setattr(stage, "interpreting", lambda: False)
-        monkeypatch.setattr(plan, "current_stream", lambda x: 7)
+        monkeypatch.setattr(stage, "current_stream", lambda x: 7)
         monkeypatch.setattr(stage, "DRIVER_IS_KNOWN", True)
         one_by_one, all_at_once = launch.Launch.__call__, stage.Stage.__call__
 
@@ -60,9 +60,9 @@ class StandIn:
             one_by_one(this, stream, *pointers)
             this.compiled = this.compiled or self.compiled(this, pointers)
 
-        def remember(this, stream, arrays):
+        def remember(this, arrays):
             self.arrays = [array for array in arrays if array is not None]
-            all_at_once(this, stream, arrays)
+            all_at_once(this, arrays)
 
         monkeypatch.setattr(launch.Launch, "__call__", compile_first)
         monkeypatch.setattr(stage.Stage, "__call__", remember)
@@ -123,12 +123,12 @@ class StandIn:
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    caches = (mode_plan._plan, fused_channels._group_plan)
-    for cache in caches:
-        cache.cache_clear()
+    clear = (mode_plan._plans.clear, fused_channels._group_plan.cache_clear)
+    for each in clear:
+        each()
     yield StandIn(monkeypatch)
-    for cache in caches:
-        cache.cache_clear()
+    for each in clear:
+        each()
 
 
 def step(layer, x, dy, penalty=None, **given):

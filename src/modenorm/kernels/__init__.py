@@ -13,6 +13,8 @@ from types import TracebackType
 
 import torch
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active as transforming
+from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
 from torch.autograd import forward_ad
 
 from modenorm.kernels.layout import interpreting
@@ -70,16 +72,16 @@ def choose_backend(x: Tensor, plain_only: bool = False) -> str:
 def _can_fuse(x: Tensor) -> bool:
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
-    if type(x) not in (Tensor, torch.nn.Parameter) or torch._C._are_functorch_transforms_active():
+    if type(x) not in (Tensor, torch.nn.Parameter) or transforming():
         return False
-    if forward_ad._current_level >= 0 or torch._C._functorch.is_functorch_wrapped_tensor(x):
+    if forward_ad._current_level >= 0 or is_wrapped(x):
         return False
-    return x.device.type == "cpu" or runs_triton(x)
+    return x.is_cpu or runs_triton(x)
 
 
 def runs_triton(x: Tensor) -> bool:
     """Whether the Triton kernels take this tensor: on a GPU, or in Triton's interpreter."""
-    if x.dtype == torch.float64 or (x.device.type != "cuda" and not interpreting()):
+    if x.dtype == torch.float64 or not (x.is_cuda or interpreting()):
         return False
     return _triton_works(x.get_device())
 

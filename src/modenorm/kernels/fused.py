@@ -9,62 +9,60 @@ launches, and the running estimates are updated afterwards.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from modenorm import exchange, mixing
+from modenorm.buffers import recomputing
+from modenorm.checks import Options
 from modenorm.exchange import Ranks
 from modenorm.kernels import plain
 from modenorm.kernels.layout import as_dense, dense_like
 from modenorm.kernels.mode_arrays import Backward, Forward, Inference, Inputs
-from modenorm.kernels.mode_plan import plan_for
-from modenorm.kernels.plan import on_device
+from modenorm.kernels.mode_plan import ModePlan, plan_for
 from modenorm.mixing import RunningEstimates
 
-__all__ = ["Training", "mode_norm", "mode_norm_inference"]
+__all__ = ["mode_norm", "mode_norm_inference"]
 
 Estimates = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 NO_ESTIMATES: Estimates = (None, None, None, None)
-
-
-class Training(NamedTuple):
-    """A training step's settings."""
-
-    eps: float
-    momentum: float
-    usage: bool
-    running: RunningEstimates | None  # updated in place; None: no update
-    ranks: Ranks | None = None
-    gates_matter: bool = True
+NO_GRADIENTS = (None, None, None)  # of the node's last inputs, which are no tensors
 
 
 def mode_norm(
-    x: Tensor,
-    gates: Tensor | None,
-    gate_weight: Tensor | None,
-    gate_bias: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    training: Training,
-) -> tuple[Tensor, Tensor | None]:
-    """Y, and the gates (N, K) if they matter, by the batch's statistics; gates None: the gate's."""
-    found = _node(as_dense(x), gates, gate_weight, gate_bias, weight, bias, training)
-    return found if training.gates_matter else (found, None)
+    x: Tensor, inputs: Inputs, estimates: RunningEstimates | None, options: Options
+) -> tuple[Tensor, Tensor | None] | None:
+    """Y, and the gates (N, K) if they matter, by the batch's statistics, which move the estimates.
+
+    None if the kernels can't take these tensors.
+    """
+    x, matter = as_dense(x), options.gates_matter
+    running = None if recomputing() else estimates
+    moves = running is not None and options.ranks is None
+    apart = matter or inputs.gates is not None
+    plan = plan_for(x, inputs, estimates, options, moves, apart)
+    if plan is None:
+        return None
+    found = _node(x, *inputs, running, plan, options)
+    return found if matter else (found, None)
 
 
 def mode_norm_inference(
-    x: Tensor, inputs: Inputs, running: RunningEstimates, eps: float
-) -> tuple[Tensor, Tensor]:
-    """Y and the gates (N, K), with a linear gate and running estimates. Not differentiable."""
+    x: Tensor, inputs: Inputs, estimates: RunningEstimates, options: Options
+) -> tuple[Tensor, Tensor] | None:
+    """Y and the gates (N, K), with a linear gate and running estimates. Not differentiable.
+
+    None if the kernels can't take these tensors.
+    """
     x = as_dense(x)
-    with on_device(x) as stream:
-        estimates = (running.mean, running.var)
-        plan = plan_for(x, inputs, eps, others=estimates)
-        y, gates = torch.empty_like(x), plan.gates_like(x)
-        scratch = plan.inference.allocate(x.device)
-        plan.run_inference(stream, Inference(x, *inputs[1:], *estimates, gates, scratch, y))
+    plan = plan_for(x, inputs, estimates, options)
+    if plan is None:
+        return None
+    y, gates = torch.empty_like(x), plan.gates_like(x)
+    scratch = plan.inference.allocate(x.device)
+    plan.run_inference(Inference(x, *inputs[1:], *estimates[:2], gates, scratch, y))
     return y, gates
 
 
@@ -78,74 +76,76 @@ class _ModeNorm(torch.autograd.Function):
         gate_bias: Tensor | None,
         weight: Tensor | None,
         bias: Tensor | None,
-        training: Training,
+        running: RunningEstimates | None,
+        plan: ModePlan,
+        options: Options,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
-        inputs = Inputs(gates, gate_weight, gate_bias, weight, bias)
-        eps, momentum, usage, running, ranks, gates_matter = training
-        running, apart = running if ranks is None else None, gates_matter or gates is not None
-        with on_device(x) as stream:
-            plan = plan_for(x, inputs, eps, momentum, usage, running, gates_apart=apart)
-            y, used = torch.empty_like(x), gates
-            if gates_matter and gates is None:
-                used = plan.gates_like(x)
-            kept, scratch = plan.kept.allocate(x.device), plan.forward.allocate(x.device)
-            estimates: Estimates = running or NO_ESTIMATES
-            arrays = Forward(x, *inputs, *estimates, used, kept, scratch, y)
-            if ranks is None:
-                plan.run_forward(stream, arrays)
-            else:
-                plan.run_statistics(stream, arrays)
-                _merge(plan.kept.tensors(kept)[2:5], plan.num_positions, training)
-                plan.run_map(stream, arrays)
+        inputs, ranks, used = (gates, gate_weight, gate_bias, weight, bias), options.ranks, gates
+        y = torch.empty_like(x)
+        if options.gates_matter and gates is None:
+            used = plan.gates_like(x)
+        kept, scratch = plan.kept.allocate(x.device), plan.forward.allocate(x.device)
+        moved: Estimates = running if running and ranks is None else NO_ESTIMATES
+        arrays = Forward(x, *inputs, *moved, used, kept, scratch, y)
+        if ranks is None:
+            plan.run_forward(arrays)
+        else:
+            plan.run_statistics(arrays)
+            _merge(plan.kept.tensors(kept)[2:5], plan.num_positions, running, ranks, options)
+            plan.run_map(arrays)
         ctx.save_for_backward(x, *inputs, used, kept)
-        ctx.eps, ctx.plan, ctx.ranks = eps, plan, ranks
+        ctx.plan, ctx.options = plan, options
         ctx.set_materialize_grads(False)
-        return (y, used) if gates_matter else y
+        return (y, used) if options.gates_matter else y
 
     @staticmethod
     def backward(
         ctx: Any, dy: Tensor | None, dused: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
-        x, *given, used, kept = ctx.saved_tensors
+        *given, used, kept = ctx.saved_tensors
+        options, plan, ranks = ctx.options, ctx.plan, ctx.options.ranks
         if plain.only_plain(dy, dused) or dy is None:
-            forward = partial(plain.mode_norm, eps=ctx.eps, ranks=ctx.ranks)
-            needed = ctx.needs_input_grad
-            return (*plain.differentiate(forward, (x, *given), needed, (dy, dused)), None)
-        inputs = Inputs(*given)
-        with on_device(x) as stream:
-            plan, ranks, dy = ctx.plan, ctx.ranks, dense_like(dy, x)
-            dused = None if dused is None else dense_like(dused, used)
-            dx = torch.empty_like(x)
-            dgates = None if inputs.gates is None else torch.empty_like(inputs.gates)
-            gradients = [None if p is None else torch.empty_like(p) for p in inputs[1:]]
-            scratch = plan.backward.allocate(x.device)
-            places = (used, dused, kept, scratch, dx, dgates)
-            arrays = Backward(dy, x, *inputs, *places, *gradients)
-            if ranks is None:
-                plan.run_backward[dused is None](stream, arrays)
-            else:
-                plan.run_modes_backward(stream, arrays)
-                if any(ctx.needs_input_grad[:4]):
-                    _sum(plan.backward.tensors(scratch)[3:5], plan.kept.tensors(kept)[4], ranks)
-                plan.run_samples_backward[dused is None](stream, arrays)
-        return dx, dgates, *gradients, None
+            forward = partial(plain.mode_norm, eps=options.eps, ranks=ranks)
+            found = plain.differentiate(forward, given, ctx.needs_input_grad, (dy, dused))
+            return (*found, *NO_GRADIENTS)
+        x, gates, *parameters = given
+        dy = dense_like(dy, x)
+        dused = None if dused is None else dense_like(dused, used)
+        dx = torch.empty_like(x)
+        dgates = None if gates is None else torch.empty_like(gates)
+        gradients = [None if p is None else torch.empty_like(p) for p in parameters]
+        scratch = plan.backward.allocate(x.device)
+        places = (used, dused, kept, scratch, dx, dgates)
+        arrays = Backward._make((dy, *given, *places, *gradients))
+        if ranks is None:
+            plan.run_backward[dused is None](arrays)
+        else:
+            plan.run_modes_backward(arrays)
+            if any(ctx.needs_input_grad[:4]):
+                _sum(plan.backward.tensors(scratch)[3:5], plan.kept.tensors(kept)[4], ranks)
+            plan.run_samples_backward[dused is None](arrays)
+        return dx, dgates, *gradients, *NO_GRADIENTS
 
 
 _node = plain.node(_ModeNorm)
 
 
-def _merge(statistics: list[Tensor], num_positions: int, training: Training) -> None:
+def _merge(
+    statistics: list[Tensor],
+    num_positions: int,
+    running: RunningEstimates | None,
+    ranks: Ranks,
+    options: Options,
+) -> None:
     """Replace this rank's mean, variance and mass of the modes by those of all ranks."""
-    assert training.ranks is not None
     mode_mean, mode_var, mass = statistics
-    merged = exchange.merge(mass * num_positions, mode_mean, mode_var, training.ranks.number)
+    merged = exchange.merge(mass * num_positions, mode_mean, mode_var, ranks.number)
     mass.copy_(merged[0] / num_positions)
     mode_mean.copy_(merged[1])
     mode_var.copy_(merged[2])
-    if training.running is not None:
+    if running is not None:
         batch = exchange.with_share(mode_mean, mode_var, mass)
-        update = "usage" if training.usage else "paper"
-        mixing.update_running(training.running, batch, training.momentum, update)
+        mixing.update_running(running, batch, options.momentum, options.running_update)
 
 
 def _sum(gradients: list[Tensor], mass: Tensor, ranks: Ranks) -> None:

@@ -16,15 +16,9 @@ from modenorm import mixing
 from modenorm.kernels import plain
 from modenorm.kernels.gpu import Geometry, Passes
 from modenorm.kernels.gpu_channels import MAX_CHANNELS, ChannelMixing
-from modenorm.kernels.launch import Slab
 from modenorm.kernels.layout import as_dense, dense_like
-from modenorm.kernels.plan import (
-    affine_kind,
-    aligned,
-    geometry_of,
-    on_device,
-    pointer,
-)
+from modenorm.kernels.plan import affine_kind, aligned, geometry_of, pointer
+from modenorm.kernels.slab import Slab
 from modenorm.kernels.stage import Split, Stage, Stream
 
 __all__ = ["fits", "mode_group_norm"]
@@ -164,20 +158,19 @@ class _ModeGroupNorm(torch.autograd.Function):
         pixel: bool,
     ) -> tuple[Tensor, Tensor]:
         inputs = (x, gate_weight, gate_bias, weight, bias)
-        with on_device(x) as stream:
-            plan = _group_plan(
-                geometry_of(x),
-                gate_weight.shape[0],
-                eps,
-                pixel,
-                affine_kind(weight, bias),
-                x.get_device(),
-                aligned(inputs),
-            )
-            y = torch.empty_like(x)
-            gates = torch.empty(plan.gates_shape, device=x.device, dtype=torch.float32)
-            kept, scratch = plan.kept.allocate(x.device), plan.forward.allocate(x.device)
-            plan.run_forward(stream, _Forward(*inputs, gates, kept, scratch, y))
+        plan = _group_plan(
+            geometry_of(x),
+            gate_weight.shape[0],
+            eps,
+            pixel,
+            affine_kind(weight, bias),
+            x.get_device(),
+            aligned(inputs),
+        )
+        y = torch.empty_like(x)
+        gates = torch.empty(plan.gates_shape, device=x.device, dtype=torch.float32)
+        kept, scratch = plan.kept.allocate(x.device), plan.forward.allocate(x.device)
+        plan.run_forward(_Forward(*inputs, gates, kept, scratch, y))
         ctx.save_for_backward(*inputs, gates, kept)
         ctx.eps, ctx.pixel, ctx.plan = eps, pixel, plan
         ctx.set_materialize_grads(False)
@@ -191,16 +184,15 @@ class _ModeGroupNorm(torch.autograd.Function):
             forward = partial(_plain_group_forward, eps=ctx.eps, pixel=ctx.pixel)
             found = plain.differentiate(forward, inputs, ctx.needs_input_grad, (dy, dgates))
             return (*found, None, None)
-        with on_device(x) as stream:
-            plan, dy = ctx.plan, dense_like(dy, x)
-            dgates = None if dgates is None else dense_like(dgates, gates)
-            dx = torch.empty_like(x)
-            dgate = torch.empty((2, *gate_weight.shape), device=x.device, dtype=torch.float32)
-            dweight, dbias = (None if p is None else torch.empty_like(p) for p in (weight, bias))
-            scratch = plan.backward.allocate(x.device)
-            given = (dy, x, gate_weight, weight, gates, dgates, kept, scratch)
-            arrays = _Backward(*given, dx, dgate, dweight, dbias)
-            plan.run_backward[dgates is None](stream, arrays)
+        plan, dy = ctx.plan, dense_like(dy, x)
+        dgates = None if dgates is None else dense_like(dgates, gates)
+        dx = torch.empty_like(x)
+        dgate = torch.empty((2, *gate_weight.shape), device=x.device, dtype=torch.float32)
+        dweight, dbias = (None if p is None else torch.empty_like(p) for p in (weight, bias))
+        scratch = plan.backward.allocate(x.device)
+        given = (dy, x, gate_weight, weight, gates, dgates, kept, scratch)
+        arrays = _Backward(*given, dx, dgate, dweight, dbias)
+        plan.run_backward[dgates is None](arrays)
         return dx, dgate[0], dgate[1], dweight, dbias, None, None
 
 

@@ -33,12 +33,19 @@ typedef struct {
     u32 grid[3], threads, shared, overlaps;
     i64 count;
 } Kernel;
+typedef struct {
+    Driver driver;
+    const Kernel *kernels;
+    i64 count;
+    const Argument *arguments; /* of all kernels, one after the other */
+} Sequence;
 
-/* Launch kernels on a stream; their arguments follow each other. Returns the driver's error. */
-EXPORT int modenorm_launch(Driver driver, const Kernel *kernels, i64 count,
-                           const Argument *arguments, void *stream, const u64 *addresses)
+/* Launch kernels on a stream, with the arrays at these addresses. Returns the driver's error. */
+EXPORT int modenorm_launch(const Sequence *sequence, void *stream, const u64 *addresses)
 {
-    for (const Kernel *kernel = kernels; kernel < kernels + count; kernel++) {
+    const Argument *arguments = sequence->arguments;
+    const Kernel *end = sequence->kernels + sequence->count;
+    for (const Kernel *kernel = sequence->kernels; kernel < end; kernel++) {
         u64 values[MOST_ARGUMENTS];
         void *pointers[MOST_ARGUMENTS];
         for (i64 i = 0; i < kernel->count; i++, arguments++) {
@@ -56,7 +63,7 @@ EXPORT int modenorm_launch(Driver driver, const Kernel *kernels, i64 count,
             .attributes = &attribute,
             .count = kernel->overlaps,
         };
-        int error = driver(&config, kernel->function, pointers, 0);
+        int error = sequence->driver(&config, kernel->function, pointers, 0);
         if (error)
             return error;
     }

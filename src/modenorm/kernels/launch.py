@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -17,21 +17,21 @@ from torch import Tensor
 
 from modenorm.kernels.gpu_arrays import can_overlap
 from modenorm.kernels.layout import interpreting
+from modenorm.kernels.slab import Slot
 
-__all__ = ["DRIVER_IS_KNOWN", "Launch", "Pointer", "Recorder", "Slab", "Slot", "current_stream"]
+__all__ = [
+    "DRIVER_IS_KNOWN",
+    "Launch",
+    "Pointer",
+    "Recorder",
+    "current_stream",
+    "is_elsewhere",
+]
 
 DRIVER_IS_KNOWN = triton.__version__.startswith("3.6.")
 """Whether kernels are handed to the driver directly, and arrays as addresses."""
 MOST_SMALL_PROGRAMS = 1 << 14
 """More programs than this, of few warps each, start faster if they do not overlap others."""
-
-
-class Slot(NamedTuple):
-    """An array of a launch that is only recorded: some bytes after one of a call's addresses."""
-
-    base: int
-    offset: int
-    ndim: int
 
 
 Pointer = Tensor | int | Slot
@@ -89,6 +89,11 @@ class Launch:
                 self.start = _starter(self.compiled, self.grid)
 
 
+def is_elsewhere(x: Tensor) -> bool:
+    """Whether x is on another GPU than the current one."""
+    return x.is_cuda and x.get_device() != torch._C._cuda_getDevice()
+
+
 def current_stream(x: Tensor) -> int:
     """The stream that kernels on x's device go to."""
     return torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else 0
@@ -113,38 +118,3 @@ def _starter(compiled: Any, grid: tuple[int, ...]) -> Callable[[int, tuple, tupl
         )  # fmt: skip
 
     return start
-
-
-class Slab:
-    """Many small float32 arrays in one allocation, each starting at a multiple of 64 bytes."""
-
-    def __init__(self, *shapes: tuple[int, ...]) -> None:
-        self.shapes = shapes
-        self.starts = []
-        self.size = 0
-        for shape in shapes:
-            self.starts.append(self.size)
-            self.size += -(-torch.Size(shape).numel() // 16) * 16
-
-    def allocate(self, device: torch.device) -> Tensor:
-        """Memory for all arrays, uninitialised."""
-        return torch.empty(self.size, device=device, dtype=torch.float32)
-
-    def tensors(self, memory: Tensor) -> list[Tensor]:
-        """The arrays, as views."""
-        return [
-            memory[start : start + torch.Size(shape).numel()].view(shape)
-            for start, shape in zip(self.starts, self.shapes, strict=True)
-        ]
-
-    def slots(self, memory: Slot) -> list[Slot]:
-        """The arrays, as places in memory that every call has elsewhere."""
-        return [
-            Slot(memory.base, memory.offset + 4 * start, len(shape))
-            for start, shape in zip(self.starts, self.shapes, strict=True)
-        ]
-
-    def addresses(self, memory: Tensor) -> list[int]:
-        """The arrays, as addresses: what a launch takes once it is compiled."""
-        base = memory.data_ptr()
-        return [base + 4 * start for start in self.starts]

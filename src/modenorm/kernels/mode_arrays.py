@@ -35,8 +35,12 @@ class Inputs(NamedTuple):
         return self.weight is not None and self.weight.ndim == 2
 
 
-def fits(x: Tensor, inputs: Inputs, estimates: RunningEstimates | None) -> bool:
+def fits(
+    x: Tensor, inputs: Inputs, estimates: RunningEstimates | None, num_modes: int | None
+) -> bool:
     """Whether all is as the launches expect: they would read whatever lies at an address."""
+    if num_modes not in (None, inputs.num_modes):
+        return False
     device, table = x.device, (inputs.num_modes, x.shape[1])
     gates, affine = (x.shape[0], table[0]), table if inputs.per_mode else table[1:]
     tensors = (*inputs, *(estimates or ()))

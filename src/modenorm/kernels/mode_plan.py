@@ -7,21 +7,25 @@ fused.py makes one autograd node of them, operators.py hands all but the maps to
 
 from __future__ import annotations
 
-import functools
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from modenorm.checks import Options
 from modenorm.kernels.gpu import Geometry, Passes
 from modenorm.kernels.gpu_mixing import Mixing
-from modenorm.kernels.launch import Pointer, Slab
-from modenorm.kernels.mode_arrays import Backward, Forward, Inference, Inputs
+from modenorm.kernels.launch import Pointer
+from modenorm.kernels.mode_arrays import Backward, Forward, Inference, Inputs, fits
 from modenorm.kernels.plan import affine_kind, aligned, geometry_of, pointer
+from modenorm.kernels.slab import Slab, backward_slab, forward_slab, kept_slab
 from modenorm.kernels.stage import Split, Stage, Stream
 from modenorm.mixing import RunningEstimates
 
 __all__ = ["ModePlan", "plan_for"]
+
+MOST_PLANS = 4096
 
 
 class ModePlan:
@@ -29,8 +33,8 @@ class ModePlan:
 
     `run_statistics` and `run_map` do what `run_forward` does, `run_modes_backward` and
     `run_samples_backward` what `run_backward` does: the halves are for ranks, which exchange
-    something in between. Of a backward there are two: gates with a gradient from elsewhere, and
-    without.
+    something in between. `run_mix` and `run_mix_backward` leave out the maps of x and dy. Of a
+    backward there are two: gates with a gradient from elsewhere, and without.
     """
 
     def __init__(
@@ -49,22 +53,21 @@ class ModePlan:
         self.passes = Passes(geometry, direct)
         options = (eps, momentum, has_gate, affine, running, direct)
         self.mixing = Mixing(samples, channels, positions, num_modes, *options)
-        rows, modes = (samples, channels), (num_modes, channels)
-        gates = (samples, num_modes)
-        self.kept = Slab(rows, rows, modes, modes, (num_modes,), gates)  # moments, of modes, mass
-        self.forward = Slab(rows, rows, (samples,))  # scale, shift, finite
+        rows = (samples, channels)
+        self.kept = kept_slab(*rows, num_modes)
+        self.forward = forward_slab(*rows)
         self.inference = Slab(rows, rows, rows, (samples,))  # mean, scale, shift, finite
-        # A, D, scale, u, s, dweights, dlogits
-        self.backward = Slab(rows, rows, rows, modes, modes, modes, gates)
-        self.run_forward = Stage(direct, self._forward)
-        self.run_statistics = Stage(direct, self._statistics)
-        self.run_map = Stage(direct, self._map)
-        self.run_inference = Stage(direct, self._inference)
-        self.run_backward = tuple(Stage(direct, self._backward) for _ in (False, True))
-        self.run_modes_backward = Stage(direct, self._modes_backward)
-        self.run_samples_backward = tuple(
-            Stage(direct, self._samples_backward) for _ in (False, True)
-        )
+        self.backward = backward_slab(*rows, num_modes)
+        stage, both = partial(Stage, direct), (False, True)
+        parts = (self._statistics, self._coefficients, self._apply)
+        self.run_forward, self.run_mix = stage(*parts), stage(*parts[:2])
+        self.run_statistics, self.run_map = stage(parts[0]), stage(*parts[1:])
+        self.run_inference = stage(self._inference)
+        back = (self._modes_backward, self._samples_backward, self._apply_backward)
+        self.run_backward = [stage(*back) for _ in both]
+        self.run_mix_backward = [stage(*back[:2]) for _ in both]
+        self.run_modes_backward = stage(back[0])
+        self.run_samples_backward = [stage(*back[1:]) for _ in both]
 
     def gates_like(self, x: Tensor) -> Tensor:
         """Memory for the gates, (N, K)."""
@@ -86,223 +89,112 @@ class ModePlan:
         dlogits = dlogits if arrays.dlogits is None else arrays.dlogits
         return arrays._replace(used=used, dlogits=dlogits), kept, work
 
-    def _forward(self, stream: Stream, split: Split, arrays: Forward) -> None:
-        arrays, kept, work = self._open(split, arrays)
-        self.mix(stream, arrays.x, arrays.inputs, arrays.running, arrays.used, kept, work)
-        scale, shift, _ = work
-        self.passes.apply(stream, arrays.x, kept[0], scale, shift, arrays.y)
-
     def _statistics(self, stream: Stream, split: Split, arrays: Forward) -> None:
-        arrays, kept, (_, _, finite) = self._open(split, arrays)
-        self.statistics(stream, arrays.x, arrays.inputs, arrays.running, arrays.used, finite, kept)
+        """Moments, gates, and the modes' statistics with their running update."""
+        arrays, (mean, var, *of_modes), (_, _, finite) = self._open(split, arrays)
+        inputs, used = arrays.inputs, arrays.used
+        self.passes.moments(stream, arrays.x, mean, var)
+        gate = (pointer(inputs.gate_weight, mean), pointer(inputs.gate_bias, mean))
+        self.mixing.gates(stream, mean, var, *gate, used, finite)
+        buffers = _estimates(arrays.running, mean)
+        self.mixing.statistics(stream, mean, var, used, finite, *buffers, *of_modes)
 
-    def _map(self, stream: Stream, split: Split, arrays: Forward) -> None:
-        arrays, kept, (scale, shift, _) = self._open(split, arrays)
-        self.coefficients(stream, arrays.inputs, arrays.used, kept, scale, shift)
-        self.passes.apply(stream, arrays.x, kept[0], scale, shift, arrays.y)
+    def _coefficients(self, stream: Stream, split: Split, arrays: Forward) -> None:
+        """Scale and shift of every sample and channel."""
+        arrays, (mean, _, mode_mean, mode_var, _), (*lines, _) = self._open(split, arrays)
+        inputs, statistics = arrays.inputs, (mode_mean, mode_var)
+        affine = (pointer(inputs.weight, mean), pointer(inputs.bias, mean))
+        self.mixing.coefficients(stream, mean, arrays.used, *statistics, *affine, *lines)
+
+    def _apply(self, stream: Stream, split: Split, arrays: Forward) -> None:
+        arrays, (mean, *_), (scale, shift, _) = self._open(split, arrays)
+        self.passes.apply(stream, arrays.x, mean, scale, shift, arrays.y)
 
     def _inference(self, stream: Stream, split: Split, arrays: Inference) -> None:
         mean, scale, shift, finite = split(self.inference, arrays.scratch)
-        x, gate_weight, gate_bias, weight, bias, running_mean, running_var, used, _, y = arrays
+        x, gate_weight, gate_bias, weight, bias, *estimates, used, _, y = arrays
         self.passes.moments(stream, x, mean, scale)  # faster than the mean alone
         self.mixing.gates(stream, mean, mean, gate_weight, gate_bias, used, finite)
-        estimates = [mean, mean, running_mean, running_var, None]
-        inputs = Inputs(None, gate_weight, gate_bias, weight, bias)
-        self.coefficients(stream, inputs, used, estimates, scale, shift)
+        affine = (pointer(weight, mean), pointer(bias, mean))
+        self.mixing.coefficients(stream, mean, used, *estimates, *affine, scale, shift)
         self.passes.apply(stream, x, mean, scale, shift, y)
 
-    def _backward(self, stream: Stream, split: Split, arrays: Backward) -> None:
-        arrays, kept, work = self._open_backward(split, arrays)
-        self.mix_backward(stream, arrays, kept, work)
-        self._map_backward(stream, arrays, kept, work)
-
     def _modes_backward(self, stream: Stream, split: Split, arrays: Backward) -> None:
-        self._mix_modes(stream, *self._open_backward(split, arrays))
-
-    def _samples_backward(self, stream: Stream, split: Split, arrays: Backward) -> None:
-        arrays, kept, work = self._open_backward(split, arrays)
-        self._mix_samples(stream, arrays, kept, work)
-        self._map_backward(stream, arrays, kept, work)
-
-    def _map_backward(
-        self, stream: Stream, arrays: Backward, kept: list[Any], work: list[Any]
-    ) -> None:
-        slope, offset, scale, *_ = work
-        lines = (kept[0], scale, slope, offset)
-        self.passes.apply_backward(stream, arrays.dy, arrays.x, *lines, arrays.dx)
-
-    def mix(
-        self,
-        stream: Stream,
-        x: Tensor,
-        inputs: Inputs,
-        running: RunningEstimates | None,
-        used: Tensor,
-        kept: list[Any],
-        work: list[Any],
-    ) -> None:
-        """Moments, gates, the modes' statistics with their running update; scale and shift."""
-        scale, shift, finite = work
-        self.statistics(stream, x, inputs, running, used, finite, kept)
-        self.coefficients(stream, inputs, used, kept, scale, shift)
-
-    def mix_backward(
-        self, stream: Stream, arrays: Backward, kept: list[Any], work: list[Any]
-    ) -> None:
-        """All gradients but dx, of which slope, offset and scale."""
-        self._mix_modes(stream, arrays, kept, work)
-        self._mix_samples(stream, arrays, kept, work)
-
-    def _mix_modes(
-        self, stream: Stream, arrays: Backward, kept: list[Any], work: list[Any]
-    ) -> None:
-        given = (arrays.dy, arrays.x, arrays.inputs, arrays.used)
-        self.modes_backward(stream, *given, kept, work, arrays.dweight, arrays.dbias)
-
-    def _mix_samples(
-        self, stream: Stream, arrays: Backward, kept: list[Any], work: list[Any]
-    ) -> None:
-        inputs, dlogits = arrays.inputs, arrays.dlogits
-        self.samples_backward(stream, inputs, arrays.used, arrays.dused, kept, work, dlogits)
-        found = (arrays.dgate_weight, arrays.dgate_bias, arrays.dweight)
-        self.parameters_backward(stream, inputs, kept[0], work[-1], dlogits, *found)
-
-    def statistics(
-        self,
-        stream: Stream,
-        x: Tensor,
-        inputs: Inputs,
-        running: RunningEstimates | None,
-        used: Tensor,
-        finite: Pointer,
-        kept: list[Any],
-    ) -> None:
-        """Moments, gates, and the modes' statistics with their running update."""
-        mean, var, *of_modes = kept
-        self.passes.moments(stream, x, mean, var)
-        gate = (pointer(inputs.gate_weight, mean), pointer(inputs.gate_bias, mean))
-        self.mixing.gates(stream, mean, var, *gate, used, finite)
-        buffers = _estimates(running, mean)
-        self.mixing.statistics(stream, mean, var, used, finite, *buffers, *of_modes)
-
-    def coefficients(
-        self,
-        stream: Stream,
-        inputs: Inputs,
-        used: Tensor,
-        kept: list[Any],
-        scale: Pointer,
-        shift: Pointer,
-    ) -> None:
-        """Scale and shift of every sample and channel."""
-        mean, _, mode_mean, mode_var, _ = kept
-        affine = (pointer(inputs.weight, mean), pointer(inputs.bias, mean))
-        self.mixing.coefficients(stream, mean, used, mode_mean, mode_var, *affine, scale, shift)
-
-    def modes_backward(
-        self,
-        stream: Stream,
-        dy: Tensor,
-        x: Tensor,
-        inputs: Inputs,
-        used: Tensor,
-        kept: list[Any],
-        memory: list[Any],
-        dweight: Tensor | None,
-        dbias: Tensor | None,
-    ) -> None:
         """Sums of the upstream gradient, and the gradients of the modes' statistics."""
+        arrays, kept, (a, d, _, u, s, dweights) = self._open_backward(split, arrays)
         mean, _, mode_mean, mode_var, mass = kept
-        a, d, _, u, s, dweights = memory
-        self.passes.reduce_backward(stream, dy, x, mean, d, a)
+        inputs, dweight, dbias = arrays.inputs, arrays.dweight, arrays.dbias
+        self.passes.reduce_backward(stream, arrays.dy, arrays.x, mean, d, a)
         shares = pointer(dweight, mean) if inputs.per_mode else dweights
         self.mixing.modes_backward(
-            stream, mean, used, mode_mean, mode_var, mass, pointer(inputs.weight, mean),
+            stream, mean, arrays.used, mode_mean, mode_var, mass, pointer(inputs.weight, mean),
             a, d, u, s, shares, pointer(dbias, mean),
         )  # fmt: skip
 
-    def samples_backward(
-        self,
-        stream: Stream,
-        inputs: Inputs,
-        used: Tensor,
-        dused: Tensor | None,
-        kept: list[Any],
-        memory: list[Any],
-        dlogits: Tensor,
-    ) -> None:
-        """Turn A and D into the slope and offset of dx, in place; write scale and gates' part."""
+    def _samples_backward(self, stream: Stream, split: Split, arrays: Backward) -> None:
+        """Turn A and D into the slope and offset of dx, in place; the gates' and their part."""
+        arrays, kept, (a, d, scale, u, s, dweights) = self._open_backward(split, arrays)
         mean, var, mode_mean, mode_var, _ = kept
-        a, d, scale, u, s, _ = memory
-        mix = self.mixing
+        inputs, used, dused, mix = arrays.inputs, arrays.used, arrays.dused, self.mixing
         launch = mix.samples_backward if dused is None else mix.samples_backward_extra
         parameters = (pointer(p, mean) for p in (inputs.weight, inputs.bias, inputs.gate_weight))
         extra = used if dused is None else dused
         launch(
             stream, mean, var, used, mode_mean, mode_var, u, s, *parameters, extra,
-            a, d, scale, dlogits,
+            a, d, scale, arrays.dlogits,
         )  # fmt: skip
-
-    def parameters_backward(
-        self,
-        stream: Stream,
-        inputs: Inputs,
-        mean: Pointer,
-        dweights: Pointer,
-        dlogits: Tensor,
-        dgate_weight: Tensor | None,
-        dgate_bias: Tensor | None,
-        dweight: Tensor | None,
-    ) -> None:
-        """Gradients of the gate's parameters, and of a weight that the modes share."""
+        dweight = arrays.dweight
         if inputs.gates is None or (dweight is not None and not inputs.per_mode):
-            gradients = (pointer(d, mean) for d in (dgate_weight, dgate_bias, dweight))
-            self.mixing.parameters_backward(stream, mean, dlogits, dweights, *gradients)
+            found = (arrays.dgate_weight, arrays.dgate_bias, dweight)
+            gradients = (pointer(gradient, mean) for gradient in found)
+            mix.parameters_backward(stream, mean, arrays.dlogits, dweights, *gradients)
+
+    def _apply_backward(self, stream: Stream, split: Split, arrays: Backward) -> None:
+        arrays, (mean, *_), (slope, offset, scale, *_) = self._open_backward(split, arrays)
+        lines = (mean, scale, slope, offset)
+        self.passes.apply_backward(stream, arrays.dy, arrays.x, *lines, arrays.dx)
+
+
+_plans: dict[tuple[Any, ...], ModePlan] = {}
 
 
 def plan_for(
     x: Tensor,
     inputs: Inputs,
-    eps: float,
-    momentum: float = 0.0,
-    usage: bool = False,
-    running: RunningEstimates | None = None,
-    others: tuple[Tensor | None, ...] = (),
+    estimates: RunningEstimates | None,
+    options: Options,
+    moves: bool = False,
     gates_apart: bool = True,
-) -> ModePlan:
-    """The plan of a call; other tensors that its launches read are looked at for alignment.
+    others: tuple[Tensor, ...] = (),
+) -> ModePlan | None:
+    """The plan of a call on a dense x; None if its launches can't take these tensors.
 
-    Gates that are not apart lie with what is kept for backward.
+    Estimates may move or not. Gates that are not apart lie with what is kept for backward. Other
+    tensors that the launches read are looked at for alignment.
     """
-    tensors = (x, *inputs, *(running or ()), *others)
-    return _plan(
-        geometry_of(x),
-        inputs.num_modes,
-        eps,
-        momentum,
-        inputs.gates is None,
-        affine_kind(inputs.weight, inputs.bias),
-        _running_kind(running, usage),
-        x.get_device(),
-        gates_apart,
-        aligned(tensors),
-    )
-
-
-@functools.lru_cache(maxsize=4096)
-def _plan(
-    geometry: Geometry,
-    num_modes: int,
-    eps: float,
-    momentum: float,
-    has_gate: bool,
-    affine: tuple[bool, bool, bool],
-    running: tuple[bool, bool, bool, bool],
-    device: int,
-    gates_apart: bool,
-    direct: bool,
-) -> ModePlan:
-    return ModePlan(geometry, num_modes, eps, momentum, has_gate, affine, running, direct)
+    beside = (*inputs, *(estimates or ()))
+    direct = aligned((x, *beside, *others))
+    key = (
+        x.shape, x.is_contiguous(), x.dtype, x.device, options.num_modes,
+        options.eps, options.momentum, options.running_update, moves, gates_apart, direct,
+        *[None if t is None else (t.shape, t.is_contiguous(), t.dtype, t.device) for t in beside],
+    )  # fmt: skip
+    plan = _plans.get(key)
+    if plan is None and fits(x, inputs, estimates, options.num_modes):
+        if len(_plans) == MOST_PLANS:
+            _plans.clear()
+        running = _running_kind(estimates if moves else None, options.running_update == "usage")
+        plan = _plans[key] = ModePlan(
+            geometry_of(x),
+            inputs.num_modes,
+            options.eps,
+            0.0 if options.momentum is None else options.momentum,
+            inputs.gates is None,
+            affine_kind(inputs.weight, inputs.bias),
+            running,
+            direct,
+        )
+    return plan
 
 
 def _estimates(running: RunningEstimates | None, mean: Pointer) -> tuple[Pointer, ...]:

@@ -38,7 +38,7 @@ def mode_norm(
     In training the estimates are moved; otherwise they are used, and y is not differentiable.
     """
     inputs = (as_dense(x.resolve_neg()), gates, gate_weight, gate_bias, weight, bias)
-    if not _fit(*inputs, estimates):
+    if not _fit(*inputs, estimates, options.num_modes):
         return None
     if options.training and recomputing():
         estimates = None
@@ -54,6 +54,7 @@ def _fit(
     weight: Tensor | None,
     bias: Tensor | None,
     estimates: RunningEstimates | None,
+    expected_modes: int | None,
 ) -> bool:
     """Whether kinds and shapes are as C expects: it would read whatever lies there."""
     mean, var, tracked, share = (None,) * 4 if estimates is None else estimates
@@ -63,6 +64,8 @@ def _fit(
     if first is None or first.ndim != 2:
         return False
     num_modes = first.shape[0 if gates is None else 1]
+    if expected_modes not in (None, num_modes):
+        return False
     table, row, column = (num_modes, x.shape[1]), (x.shape[1],), (num_modes,)
     shapes = (
         (gates, ((x.shape[0], num_modes),)),

@@ -18,6 +18,8 @@ from modenorm import mixing
 from modenorm.checks import Options
 from modenorm.kernels import plain
 from modenorm.kernels.layout import as_dense, dense_like
+from modenorm.kernels.mode_arrays import Backward, Forward, Inputs
+from modenorm.kernels.slab import Slab, backward_slab, forward_slab, kept_slab
 from modenorm.mixing import RunningEstimates
 
 __all__ = ["available", "mode_norm"]
@@ -32,32 +34,25 @@ def available(x: Tensor) -> bool:
 
 
 def mode_norm(
-    x: Tensor,
-    gates: Tensor | None,
-    gate_weight: Tensor | None,
-    gate_bias: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    estimates: RunningEstimates | None,
-    options: Options,
+    x: Tensor, inputs: Inputs, estimates: RunningEstimates | None, options: Options
 ) -> tuple[Tensor, Tensor]:
-    """Y and the gates (N, K); gates None: the linear gate. Estimates are updated in place.
+    """Y and the gates (N, K), by the batch's statistics, which move the estimates in place.
 
     The gates have a gradient only if they matter.
     """
-    given = (gates, gate_weight, gate_bias, weight, bias)
-    constants = [None if t is None else t.detach() for t in (x, *given)]
-    moved = estimates if estimates is not None and options.momentum is not None else None
+    constants = [None if t is None else t.detach() for t in (x, *inputs)]
+    moved = estimates if options.momentum is not None else None
     usage = options.running_update == "usage"
     rate = 0.0 if options.momentum is None else options.momentum
-    buffers = (None,) * 4 if moved is None else moved
-    scale, shift, *kept = statistics(*constants, *buffers, options.eps, rate, usage)
+    kept, lines = statistics(*constants, *(moved or (None,) * 4), options.eps, rate, usage)
+    _, _, mode_mean, mode_var, mass, gates = _kept_slab(x, inputs).tensors(kept)
     if estimates is not None and moved is None:
-        *_, mode_mean, mode_var, mass = kept
         batch = mixing.Statistics(mode_mean, mode_var, mass, mass / x.shape[0])
         mixing.update_running(estimates, batch, options.momentum, options.running_update)
-    y, *used = _Map.apply(x, *given, scale, shift, *kept, options.eps, options.gates_matter)
-    return y, used[0] if used else kept[0]
+    y, *used = _Map.apply(x, *inputs, kept, lines, options.eps, options.gates_matter)
+    if used:
+        return y, used[0]
+    return y, gates if inputs.gates is None else inputs.gates
 
 
 class _Map(torch.autograd.Function):
@@ -72,39 +67,53 @@ class _Map(torch.autograd.Function):
         gate_bias: Tensor | None,
         weight: Tensor | None,
         bias: Tensor | None,
-        scale: Tensor,
-        shift: Tensor,
-        used: Tensor,
-        mean: Tensor,
-        var: Tensor,
-        mode_mean: Tensor,
-        mode_var: Tensor,
-        mass: Tensor,
+        kept: Tensor,
+        lines: Tensor,
         eps: float,
         gates_matter: bool,
     ) -> tuple[Tensor, ...]:
-        given = (gates, gate_weight, gate_bias, weight, bias)
-        ctx.save_for_backward(x, *given, used, mean, var, mode_mean, mode_var, mass)
+        inputs = Inputs(gates, gate_weight, gate_bias, weight, bias)
+        ctx.save_for_backward(x, *inputs, kept)
         ctx.eps = eps
+        mean, *_, used = _kept_slab(x, inputs).tensors(kept)
+        scale, shift, _ = forward_slab(*x.shape[:2]).tensors(lines)
         y = plain.apply(x, mean, scale, shift)
-        return (y, used.clone()) if gates_matter else (y,)
+        return (y, (used if gates is None else gates).clone()) if gates_matter else (y,)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, dused: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        x, *given, used, mean, var, mode_mean, mode_var, mass = ctx.saved_tensors
-        kept = (used, mean, var, mode_mean, mode_var, mass)
-        scale, slope, offset, *found = gradients(dy, dused, x, *given, *kept, ctx.eps)
+        x, *given, kept = ctx.saved_tensors
+        inputs = Inputs(*given)
+        lines, *found = gradients(dy, dused, x, *inputs, kept, ctx.eps)
+        mean, *_ = _kept_slab(x, inputs).tensors(kept)
+        slope, offset, scale, *_ = _backward_slab(x, inputs).tensors(lines)
         along = x.shape[:2] + (1,) * (x.ndim - 2)
         apart = x - mean.view(along)
         dx = dy * scale.view(along) + (apart * slope.view(along) + offset.view(along))
-        present = (None if p is None else d for p, d in zip(given, found, strict=True))
-        return plain.as_type(dx, x.dtype), *present, *(None,) * 10
+        present = (None if p is None else d for p, d in zip(inputs, found, strict=True))
+        return plain.as_type(dx, x.dtype), *present, *(None,) * 4
 
 
-@torch.library.custom_op(
-    "modenorm::statistics", mutates_args=("running_mean", "running_var", "tracked", "share")
+# By hand: what torch.library.custom_op puts around an operator takes longer than its launches.
+_LIBRARY = torch.library.Library("modenorm", "FRAGMENT")
+_INPUTS = "Tensor? gates, Tensor? gate_weight, Tensor? gate_bias, Tensor? weight, Tensor? bias"
+_LIBRARY.define(
+    f"statistics(Tensor x, {_INPUTS}, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
+    "Tensor(c!)? tracked, Tensor(d!)? share, float eps, float momentum, bool usage) "
+    "-> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
 )
-def statistics(
+_LIBRARY.define(
+    f"gradients(Tensor dy, Tensor? dused, Tensor x, {_INPUTS}, Tensor kept, float eps) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+statistics = torch.ops.modenorm.statistics.default
+gradients = torch.ops.modenorm.gradients.default
+
+
+@torch.library.impl(_LIBRARY, "statistics", "CompositeExplicitAutograd")
+def _statistics(
     x: Tensor,
     gates: Tensor | None,
     gate_weight: Tensor | None,
@@ -118,70 +127,26 @@ def statistics(
     eps: float,
     momentum: float,
     usage: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Scale, shift, gates, mean, variance, and the modes' mean, variance and mass."""
-    from modenorm.kernels.mode_arrays import Inputs
+) -> tuple[Tensor, Tensor]:
+    """What is kept for backward, and the map's scale and shift: two slabs."""
     from modenorm.kernels.mode_plan import plan_for
-    from modenorm.kernels.plan import on_device
 
     x, inputs = as_dense(x), Inputs(gates, gate_weight, gate_bias, weight, bias)
     estimates = None
     if running_mean is not None and running_var is not None:
         estimates = RunningEstimates(running_mean, running_var, tracked, share)
-    outputs = _empty_statistics(x, gates, gate_weight)
-    scale, shift, used, *kept = outputs
-    if gates is not None:
-        used.copy_(gates)
-    with on_device(x) as stream:
-        plan = plan_for(x, inputs, eps, momentum, usage, estimates)
-        work = [scale, shift, torch.empty_like(scale[:, 0])]
-        plan.mix(stream, x, inputs, estimates, used, kept, work)
-    return outputs
+    options = Options(True, momentum, eps, "usage" if usage else "paper")
+    apart = gates is not None
+    plan = plan_for(x, inputs, estimates, options, estimates is not None, apart)
+    assert plan is not None  # all was seen to fit while tracing
+    kept, lines = plan.kept.allocate(x.device), plan.forward.allocate(x.device)
+    running = (running_mean, running_var, tracked, share)
+    plan.run_mix(Forward(x, *inputs, *running, gates, kept, lines, None))
+    return kept, lines
 
 
-@statistics.register_fake
-def _(
-    x: Tensor,
-    gates: Tensor | None,
-    gate_weight: Tensor | None,
-    gate_bias: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    tracked: Tensor | None,
-    share: Tensor | None,
-    eps: float,
-    momentum: float,
-    usage: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return _empty_statistics(x, gates, gate_weight)
-
-
-def _empty_statistics(
-    x: Tensor, gates: Tensor | None, gate_weight: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    num_samples, num_channels = x.shape[:2]
-    if gates is not None:
-        num_modes = gates.shape[1]
-    else:
-        assert gate_weight is not None
-        num_modes = gate_weight.shape[0]
-    rows, modes = (num_samples, num_channels), (num_modes, num_channels)
-    return (
-        _floats(x, rows),
-        _floats(x, rows),
-        _floats(x, (num_samples, num_modes)),
-        _floats(x, rows),
-        _floats(x, rows),
-        _floats(x, modes),
-        _floats(x, modes),
-        _floats(x, (num_modes,)),
-    )
-
-
-@torch.library.custom_op("modenorm::gradients", mutates_args=())
-def gradients(
+@torch.library.impl(_LIBRARY, "gradients", "CompositeExplicitAutograd")
+def _gradients(
     dy: Tensor,
     dused: Tensor | None,
     x: Tensor,
@@ -190,67 +155,49 @@ def gradients(
     gate_bias: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
-    used: Tensor,
-    mean: Tensor,
-    var: Tensor,
-    mode_mean: Tensor,
-    mode_var: Tensor,
-    mass: Tensor,
+    kept: Tensor,
     eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Scale, slope and offset of dx, then the inputs' gradients, of no size if there is none."""
-    from modenorm.kernels.mode_arrays import Backward, Inputs
+) -> tuple[Tensor, ...]:
+    """A slab with slope, offset and scale of dx; the inputs' gradients, of no size if none."""
     from modenorm.kernels.mode_plan import plan_for
-    from modenorm.kernels.plan import on_device
 
     x, inputs = as_dense(x), Inputs(gates, gate_weight, gate_bias, weight, bias)
-    outputs = _empty_gradients(x, gates, gate_weight, gate_bias, weight, bias)
-    scale, slope, offset, dgates, *found = outputs
-    present = [None if p is None else d for p, d in zip(inputs[1:], found, strict=True)]
-    kept = [mean, var, mode_mean, mode_var, mass]
-    with on_device(x) as stream:
-        plan = plan_for(x, inputs, eps, others=(used, *kept))
-        dlogits = torch.empty_like(used) if gates is None else dgates
-        u, s, dweights = (torch.empty_like(mode_mean) for _ in range(3))
-        work = [slope, offset, scale, u, s, dweights]
-        dused = None if dused is None else dused.contiguous()
-        places = (used, dused, None, None, None, dlogits)
-        arrays = Backward(dense_like(dy, x), x, *inputs, *places, *present)
-        plan.mix_backward(stream, arrays, kept, work)
-    return outputs
+    options, apart = Options(True, None, eps), gates is not None
+    plan = plan_for(x, inputs, None, options, gates_apart=apart, others=(kept,))
+    assert plan is not None
+    found = [_like(given, x) for given in inputs]
+    dgates, *gradients = (None if p is None else d for p, d in zip(inputs, found, strict=True))
+    lines = plan.backward.allocate(x.device)
+    dused = None if dused is None else dense_like(dused, kept.new_empty(dused.shape))
+    places = (gates, dused, kept, lines, None, dgates)
+    arrays = Backward(dense_like(dy, x), x, *inputs, *places, *gradients)
+    plan.run_mix_backward[dused is None](arrays)
+    return lines, *found
 
 
-@gradients.register_fake
-def _(
-    dy: Tensor,
-    dused: Tensor | None,
-    x: Tensor,
-    gates: Tensor | None,
-    gate_weight: Tensor | None,
-    gate_bias: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    used: Tensor,
-    mean: Tensor,
-    var: Tensor,
-    mode_mean: Tensor,
-    mode_var: Tensor,
-    mass: Tensor,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return _empty_gradients(x, gates, gate_weight, gate_bias, weight, bias)
+@torch.library.register_fake("modenorm::statistics", lib=_LIBRARY)
+def _(x: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    device = x.device
+    kept = _kept_slab(x, Inputs(*given[:5])).allocate(device)
+    return kept, forward_slab(*x.shape[:2]).allocate(device)
 
 
-def _empty_gradients(
-    x: Tensor, *inputs: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    rows = x.shape[:2]
-    dgates, dgate_weight, dgate_bias, dweight, dbias = (
-        _floats(x, (0,) if given is None else given.shape) for given in inputs
-    )
-    parameters = (dgate_weight, dgate_bias, dweight, dbias)
-    return _floats(x, rows), _floats(x, rows), _floats(x, rows), dgates, *parameters
+@torch.library.register_fake("modenorm::gradients", lib=_LIBRARY)
+def _(dy: Tensor, dused: Tensor | None, x: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    inputs = Inputs(*given[:5])
+    lines = _backward_slab(x, inputs).allocate(x.device)
+    return lines, *(_like(tensor, x) for tensor in inputs)
 
 
-def _floats(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+def _kept_slab(x: Tensor, inputs: Inputs) -> Slab:
+    return kept_slab(x.shape[0], x.shape[1], inputs.num_modes)
+
+
+def _backward_slab(x: Tensor, inputs: Inputs) -> Slab:
+    return backward_slab(x.shape[0], x.shape[1], inputs.num_modes)
+
+
+def _like(given: Tensor | None, x: Tensor) -> Tensor:
+    """Memory for a gradient, of no size where there is nothing to have one."""
+    shape = (0,) if given is None else given.shape
     return torch.empty(shape, device=x.device, dtype=torch.float32)

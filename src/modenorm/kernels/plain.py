@@ -73,7 +73,10 @@ def only_plain(*upstream: Tensor | None) -> bool:
     """Whether a backward needs plain operators: it is differentiated again, or vectorised."""
     if torch.is_grad_enabled():
         return True
-    return any(t is not None and (is_wrapped(t) or is_batched(t)) for t in upstream)
+    for tensor in upstream:
+        if tensor is not None and (is_wrapped(tensor) or is_batched(tensor)):
+            return True
+    return False
 
 
 def differentiate(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from modenorm.kernels.gpu import Geometry
-from modenorm.kernels.launch import Pointer, current_stream
+from modenorm.kernels.launch import Pointer, current_stream, is_elsewhere
 from modenorm.kernels.layout import is_channels_last
 
 __all__ = [
@@ -55,6 +55,6 @@ def _on_other_device(x: Tensor) -> Iterator[int]:
 
 def on_device(x: Tensor) -> contextlib.AbstractContextManager[int]:
     """The stream to launch on, with x's device as the current one."""
-    if x.is_cuda and x.get_device() != torch.cuda.current_device():
+    if is_elsewhere(x):
         return _on_other_device(x)
     return contextlib.nullcontext(current_stream(x))

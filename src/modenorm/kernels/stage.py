@@ -15,9 +15,16 @@ from typing import Any
 
 import torch
 
-from modenorm.kernels.launch import DRIVER_IS_KNOWN, Launch, Recorder, Slab, Slot
+from modenorm.kernels.launch import (
+    DRIVER_IS_KNOWN,
+    Launch,
+    Recorder,
+    current_stream,
+    is_elsewhere,
+)
 from modenorm.kernels.layout import interpreting
 from modenorm.kernels.native import library
+from modenorm.kernels.slab import Slab, Slot
 
 __all__ = ["Sequence", "Split", "Stage", "Stream"]
 
@@ -47,8 +54,13 @@ class Stage:
         self.warm = False
         self.sequence: Sequence | None = None
 
-    def __call__(self, stream: int, arrays: Arrays) -> None:
-        """Launch on a stream."""
+    def __call__(self, arrays: Arrays) -> None:
+        """Launch on the current stream of the first array's device."""
+        first = arrays[0]
+        if is_elsewhere(first):
+            with torch.cuda.device(first.get_device()):
+                return self(arrays)
+        stream = current_stream(first)
         if self.sequence is not None:
             self.sequence(stream, [0 if a is None else a.data_ptr() for a in arrays])
             return
@@ -84,6 +96,15 @@ class _Kernel(ctypes.Structure):
     )
 
 
+class _Sequence(ctypes.Structure):
+    _fields_ = (
+        ("driver", ctypes.c_void_p),
+        ("kernels", ctypes.POINTER(_Kernel)),
+        ("count", ctypes.c_int64),
+        ("arguments", ctypes.POINTER(_Argument)),
+    )
+
+
 class Sequence:
     """Compiled kernels, with their sizes filled in and their arrays left open."""
 
@@ -92,7 +113,8 @@ class Sequence:
         arguments = [a for launch, slots in launches for a in _arguments(launch, slots)]
         self._kernels = (_Kernel * len(kernels))(*kernels)
         self._arguments = (_Argument * len(arguments))(*arguments)
-        self._fixed = (driver, self._kernels, len(kernels), self._arguments)
+        self._sequence = _Sequence(driver, self._kernels, len(kernels), self._arguments)
+        self._address = ctypes.addressof(self._sequence)
         self._pack = struct.Struct(f"{arrays}Q").pack
         self._launch = _launcher()
 
@@ -109,10 +131,10 @@ class Sequence:
     def __call__(self, stream: int, addresses: list[int]) -> None:
         """Launch on a stream, with the arrays at these addresses."""
         packed = self._pack(*addresses)
-        error = self._launch(*self._fixed, stream, packed)
+        error = self._launch(self._address, stream, packed)
         if error == INVALID_CONTEXT:  # of the first kernel: nothing was launched
             _enter_context()
-            error = self._launch(*self._fixed, stream, packed)
+            error = self._launch(self._address, stream, packed)
         if error:
             raise RuntimeError(f"the CUDA driver refused to launch a kernel: error {error}")
 
@@ -168,7 +190,7 @@ def _driver() -> int | None:
 def _launcher() -> Callable[..., int]:
     """`modenorm_launch`, called without letting other threads of Python go first."""
     address = ctypes.cast(library().library.modenorm_launch, ctypes.c_void_p).value
-    kinds = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
-    prototype = ctypes.PYFUNCTYPE(ctypes.c_int, *kinds, ctypes.c_char_p)
+    kinds = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)
+    prototype = ctypes.PYFUNCTYPE(ctypes.c_int, *kinds)
     assert address is not None
     return prototype(address)
