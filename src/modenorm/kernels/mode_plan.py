@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from modenorm.kernels.gpu import Geometry, Passes
+from modenorm.kernels.gpu_inference import inference_launch, lines_shape
 from modenorm.kernels.gpu_mixing import Mixing
 from modenorm.kernels.launch import Pointer, Slab
 from modenorm.kernels.mode_arrays import Backward, Forward, Inference, Inputs
 from modenorm.kernels.plan import affine_kind, aligned, geometry_of, pointer
-from modenorm.kernels.stage import Split, Stage, Stream
+from modenorm.kernels.stage import Part, Split, Stage, Stream
+from modenorm.kernels.tiles import one_launch
 from modenorm.mixing import RunningEstimates
 
 __all__ = ["ModePlan", "plan_for"]
@@ -53,18 +55,28 @@ class ModePlan:
         gates = (samples, num_modes)
         self.kept = Slab(rows, rows, modes, modes, (num_modes,), gates)  # moments, of modes, mass
         self.forward = Slab(rows, rows, (samples,))  # scale, shift, finite
-        self.inference = Slab(rows, rows, rows, (samples,))  # mean, scale, shift, finite
+        self.inference, run_inference = self._plan_inference(geometry, eps, affine)
         # A, D, scale, u, s, dweights, dlogits
         self.backward = Slab(rows, rows, rows, modes, modes, modes, gates)
         self.run_forward = Stage(direct, self._forward)
         self.run_statistics = Stage(direct, self._statistics)
         self.run_map = Stage(direct, self._map)
-        self.run_inference = Stage(direct, self._inference)
+        self.run_inference = Stage(direct, run_inference)
         self.run_backward = tuple(Stage(direct, self._backward) for _ in (False, True))
         self.run_modes_backward = Stage(direct, self._modes_backward)
         self.run_samples_backward = tuple(
             Stage(direct, self._samples_backward) for _ in (False, True)
         )
+
+    def _plan_inference(
+        self, geometry: Geometry, eps: float, affine: tuple[bool, bool, bool]
+    ) -> tuple[Slab, Part]:
+        """The memory and the launches of an evaluation."""
+        if not one_launch(geometry, self.num_modes):
+            rows = (self.num_samples, geometry.num_channels)
+            return Slab(rows, rows, rows, (self.num_samples,)), self._inference
+        self.whole = inference_launch(geometry, self.num_modes, eps, affine, self.passes.direct)
+        return Slab(lines_shape(geometry)), self._whole_inference
 
     def gates_like(self, x: Tensor) -> Tensor:
         """Memory for the gates, (N, K)."""
@@ -100,6 +112,14 @@ class ModePlan:
         arrays, kept, (scale, shift, _) = self._open(split, arrays)
         self.coefficients(stream, arrays.inputs, arrays.used, kept, scale, shift)
         self.passes.apply(stream, arrays.x, kept[0], scale, shift, arrays.y)
+
+    def _whole_inference(self, stream: Stream, split: Split, arrays: Inference) -> None:
+        (lines,) = split(self.inference, arrays.scratch)
+        x, gate_weight, gate_bias, weight, bias, running_mean, running_var, used, _, y = arrays
+        affine = (pointer(weight, lines), pointer(bias, lines))
+        self.whole(
+            stream, x, gate_weight, gate_bias, running_mean, running_var, *affine, used, lines, y
+        )
 
     def _inference(self, stream: Stream, split: Split, arrays: Inference) -> None:
         mean, scale, shift, finite = split(self.inference, arrays.scratch)

@@ -19,7 +19,7 @@ from modenorm.kernels.launch import DRIVER_IS_KNOWN, Launch, Recorder, Slab, Slo
 from modenorm.kernels.layout import interpreting
 from modenorm.kernels.native import library
 
-__all__ = ["Sequence", "Split", "Stage", "Stream"]
+__all__ = ["Part", "Sequence", "Split", "Stage", "Stream"]
 
 DRIVER = "libcuda.so.1"
 INVALID_CONTEXT = 201

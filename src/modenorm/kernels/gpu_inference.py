@@ -1,0 +1,309 @@
+"""Evaluation of a mode norm in one launch, in Triton: one program for each sample.
+
+A program reads its sample for the gate's logits, mixes the running estimates, and reads the sample
+again for the map, from the end to the start: by then caches hold the sample, or its end.
+
+No means are needed. A logit is a sum over all of x, each number times the weight of its channel,
+and the map (x − centre) · scale + shift is the same for any centre; one amid the estimates costs no
+digits. So channels first a sample is one row of numbers, read in pieces of 16 bytes whatever the
+number of positions is: a piece has numbers of one channel, or of one and the next.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from modenorm.kernels.gpu_arrays import begin
+from modenorm.kernels.launch import Launch
+from modenorm.kernels.tiles import Geometry, inference_tile, power_of_two_in
+
+__all__ = ["inference_launch", "lines_shape"]
+
+
+@triton.jit
+def _inference_kernel(
+    x_ptr,  # (N, C, L), or (N, L, C) if CHANNELS_LAST
+    gate_weight_ptr,  # (K, C)
+    gate_bias_ptr,  # (K,)
+    mode_mean_ptr,  # (K, C)
+    mode_var_ptr,  # (K, C)
+    weight_ptr,  # (C,) or (K, C)
+    bias_ptr,  # (C,) or (K, C)
+    gates_ptr,  # (N, K)
+    lines_ptr,  # (N, C, 4) and 4 more, channels first: centre, scale, shift of the map
+    y_ptr,  # as x
+    num_channels,
+    num_positions,
+    eps,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PER_MODE: tl.constexpr,
+    NUM_MODES: tl.constexpr,
+    CENTRED: tl.constexpr,  # half types are too coarse for a centre to save any digits
+    CHANNELS_LAST: tl.constexpr,
+    SPLIT: tl.constexpr,  # channels first: a piece may have numbers of two channels
+    DIVIDES: tl.constexpr,  # channels last: C, else the size of a sample
+    BLOCK_C: tl.constexpr,
+    ROWS: tl.constexpr,  # channels last: positions of a tile, else its pieces
+    WIDTH: tl.constexpr,  # channels first: numbers of a piece
+    OVERLAPS: tl.constexpr,
+):
+    begin(OVERLAPS)
+    sample = tl.program_id(0).to(tl.int64)
+    if CHANNELS_LAST:
+        num_channels = num_channels // DIVIDES * DIVIDES  # see _hinted in gpu.py
+        size = num_channels * num_positions
+    else:
+        size = num_channels * num_positions // DIVIDES * DIVIDES
+    x_ptr += sample * size
+    y_ptr += sample * size
+    lines_ptr += sample * num_channels * 4
+    if CHANNELS_LAST:
+        sums = _sums_last(
+            x_ptr, gate_weight_ptr, num_channels, num_positions, NUM_MODES, BLOCK_C, ROWS
+        )
+    else:
+        sums = _sums_first(
+            x_ptr, gate_weight_ptr, num_channels, num_positions, size, NUM_MODES, SPLIT, ROWS, WIDTH
+        )
+    gates = _gates(sums, gate_bias_ptr, num_positions, NUM_MODES)
+    for mode in tl.static_range(NUM_MODES):
+        tl.store(gates_ptr + sample * NUM_MODES + mode, gates[mode])
+    num_blocks = tl.cdiv(num_channels, BLOCK_C)
+    for block in range(num_blocks):
+        channels = (num_blocks - 1 - block) * BLOCK_C + tl.arange(0, BLOCK_C)
+        line = _line(
+            channels, gates, mode_mean_ptr, mode_var_ptr, weight_ptr, bias_ptr, num_channels, eps,
+            HAS_WEIGHT, HAS_BIAS, PER_MODE, NUM_MODES, CENTRED,
+        )  # fmt: skip
+        if CHANNELS_LAST:
+            _map_last(x_ptr, y_ptr, channels, line, num_channels, num_positions, ROWS)
+        else:
+            for i in tl.static_range(3):
+                tl.store(lines_ptr + channels * 4 + i, line[i], mask=channels < num_channels)
+    if not CHANNELS_LAST:
+        tl.debug_barrier()  # other threads read what was stored
+        _map_first(
+            x_ptr, y_ptr, lines_ptr, num_channels, num_positions, size, CENTRED, SPLIT, ROWS, WIDTH
+        )
+
+
+@triton.jit
+def _zeros(NUM_MODES: tl.constexpr, ROWS: tl.constexpr):
+    sums = tl.tuple(())
+    for _ in tl.static_range(NUM_MODES):
+        sums += (tl.zeros([ROWS], tl.float32),)
+    return sums
+
+
+@triton.jit
+def _add(sums, values, gate_weight_ptr, channels, num_channels, NUM_MODES: tl.constexpr):
+    """Each mode's sum with values of some channels, times the gate's weights.
+
+    Beyond the last channel values are zero, and weights any.
+    """
+    channels = tl.minimum(channels, num_channels - 1)
+    new = tl.tuple(())
+    for mode in tl.static_range(NUM_MODES):
+        weight = tl.load(gate_weight_ptr + mode * num_channels + channels)
+        new += (sums[mode] + weight * values,)
+    return new
+
+
+@triton.jit
+def _sums_last(
+    x_ptr,
+    gate_weight_ptr,
+    num_channels,
+    num_positions,
+    NUM_MODES: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """Sums over a sample, one for each mode, still spread over channels."""
+    slots = tl.arange(0, BLOCK_P)
+    sums = _zeros(NUM_MODES, BLOCK_C)
+    for first in range(0, num_channels, BLOCK_C):
+        channels = first + tl.arange(0, BLOCK_C)
+        total = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
+        for position in range(0, num_positions, BLOCK_P):
+            offs = (position + slots)[:, None] * num_channels + channels[None, :]
+            mask = (position + slots < num_positions)[:, None] & (channels < num_channels)[None, :]
+            total += tl.load(x_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+        found = tl.sum(total, 0)
+        sums = _add(sums, found, gate_weight_ptr, channels, num_channels, NUM_MODES)
+    return sums
+
+
+@triton.jit
+def _map_last(x_ptr, y_ptr, channels, line, num_channels, num_positions, BLOCK_P: tl.constexpr):
+    """The map of a block of channels."""
+    slots = tl.arange(0, BLOCK_P)
+    num_blocks = tl.cdiv(num_positions, BLOCK_P)
+    for block in range(num_blocks):
+        positions = (num_blocks - 1 - block) * BLOCK_P + slots
+        offs = positions[:, None] * num_channels + channels[None, :]
+        mask = (positions < num_positions)[:, None] & (channels < num_channels)[None, :]
+        x = tl.load(x_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+        y = (x - line[0][None, :]) * line[1][None, :] + line[2][None, :]
+        tl.store(y_ptr + offs, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _pieces(first, num_channels, num_positions, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Offsets of pieces, the channel of each one's first number, and which are of that channel.
+
+    The division is exact for samples of less than 2^20 numbers.
+    """
+    starts = first + tl.arange(0, ROWS) * WIDTH
+    channels = ((starts.to(tl.float32) + 0.5) * (1.0 / num_positions)).to(tl.int32)
+    channels = tl.minimum(channels, num_channels - 1)
+    slots = tl.arange(0, WIDTH)[None, :]
+    own = slots < ((channels + 1) * num_positions - starts)[:, None]
+    return starts[:, None] + slots, channels, own
+
+
+@triton.jit
+def _sums_first(
+    x_ptr,
+    gate_weight_ptr,
+    num_channels,
+    num_positions,
+    size,
+    NUM_MODES: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Sums over a sample, one for each mode, still spread over pieces."""
+    sums = _zeros(NUM_MODES, ROWS)
+    for first in range(0, size, ROWS * WIDTH):
+        offs, channels, own = _pieces(first, num_channels, num_positions, ROWS, WIDTH)
+        x = tl.load(x_ptr + offs, mask=offs < size, other=0.0).to(tl.float32)
+        if SPLIT:
+            after = tl.sum(tl.where(own, 0.0, x), 1)
+            sums = _add(sums, after, gate_weight_ptr, channels + 1, num_channels, NUM_MODES)
+            x = tl.where(own, x, 0.0)
+        sums = _add(sums, tl.sum(x, 1), gate_weight_ptr, channels, num_channels, NUM_MODES)
+    return sums
+
+
+@triton.jit
+def _map_first(
+    x_ptr,
+    y_ptr,
+    lines_ptr,
+    num_channels,
+    num_positions,
+    size,
+    CENTRED: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    num_blocks = tl.cdiv(size, ROWS * WIDTH)
+    for block in range(num_blocks):
+        first = (num_blocks - 1 - block) * (ROWS * WIDTH)
+        offs, channels, own = _pieces(first, num_channels, num_positions, ROWS, WIDTH)
+        x = tl.load(x_ptr + offs, mask=offs < size, other=0.0).to(tl.float32)
+        y = _mapped(x, lines_ptr + channels * 4, CENTRED)
+        if SPLIT:
+            y = tl.where(own, y, _mapped(x, lines_ptr + channels * 4 + 4, CENTRED))
+        tl.store(y_ptr + offs, y.to(y_ptr.dtype.element_ty), mask=offs < size)
+
+
+@triton.jit
+def _mapped(x, line_ptrs, CENTRED: tl.constexpr):
+    """The map of pieces by a line for each."""
+    if CENTRED:
+        x -= tl.load(line_ptrs)[:, None]
+    return x * tl.load(line_ptrs + 1)[:, None] + tl.load(line_ptrs + 2)[:, None]
+
+
+@triton.jit
+def _gates(sums, gate_bias_ptr, num_positions, NUM_MODES: tl.constexpr):
+    """The softmax over the modes, a number for each."""
+    logits = tl.tuple(())
+    top = float("-inf")
+    for mode in tl.static_range(NUM_MODES):
+        logit = tl.sum(sums[mode], 0) / num_positions + tl.load(gate_bias_ptr + mode)
+        top = tl.maximum(top, logit)
+        logits += (logit,)
+    total = 0.0
+    for mode in tl.static_range(NUM_MODES):
+        total += tl.exp(logits[mode] - top)
+    gates = tl.tuple(())
+    for mode in tl.static_range(NUM_MODES):
+        gates += (tl.exp(logits[mode] - top) / total,)
+    return gates
+
+
+@triton.jit
+def _line(
+    channels,
+    gates,
+    mode_mean_ptr,
+    mode_var_ptr,
+    weight_ptr,
+    bias_ptr,
+    num_channels,
+    eps,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PER_MODE: tl.constexpr,
+    NUM_MODES: tl.constexpr,
+    CENTRED: tl.constexpr,
+):
+    """Centre, scale and shift of some channels."""
+    mask = channels < num_channels
+    centre = tl.zeros(channels.shape, tl.float32)
+    if CENTRED:
+        for mode in tl.static_range(NUM_MODES):
+            mode_mean = tl.load(
+                mode_mean_ptr + mode * num_channels + channels, mask=mask, other=0.0
+            )
+            centre += gates[mode] * mode_mean
+    scale = tl.zeros(channels.shape, tl.float32)
+    shift = tl.zeros(channels.shape, tl.float32)
+    if HAS_BIAS and not PER_MODE:
+        shift += tl.load(bias_ptr + channels, mask=mask, other=0.0)
+    for mode in tl.static_range(NUM_MODES):
+        offs = mode * num_channels + channels
+        affine = offs if PER_MODE else channels
+        mode_mean = tl.load(mode_mean_ptr + offs, mask=mask, other=0.0)
+        term = gates[mode] * tl.rsqrt(tl.load(mode_var_ptr + offs, mask=mask, other=1.0) + eps)
+        if HAS_WEIGHT:
+            term *= tl.load(weight_ptr + affine, mask=mask, other=0.0)
+        scale += term
+        shift += term * (centre - mode_mean)
+        if HAS_BIAS and PER_MODE:
+            shift += gates[mode] * tl.load(bias_ptr + affine, mask=mask, other=0.0)
+    return centre, scale, shift
+
+
+def inference_launch(
+    geometry: Geometry,
+    num_modes: int,
+    eps: float,
+    affine: tuple[bool, bool, bool],
+    direct: bool,
+) -> Launch:
+    """The launch for tensors of one geometry; affine: see `Mixing`, direct: see `Launch`."""
+    samples, channels, positions, channels_last, dtype = geometry
+    tile = inference_tile(geometry)
+    if channels_last:
+        block, rows, width = tile.rows, tile.positions, tile.rows
+    else:
+        block, rows, width = 32 * tile.num_warps, tile.rows, tile.positions
+    split = not channels_last and positions % width != 0
+    divides = power_of_two_in(channels if channels_last else channels * positions)
+    centred = dtype.itemsize == 4
+    constants = (*affine, num_modes, centred, channels_last, split, divides, block, rows, width)
+    sizes = (channels, positions, eps)
+    return Launch(_inference_kernel, (samples,), sizes, constants, tile.num_warps, direct)
+
+
+def lines_shape(geometry: Geometry) -> tuple[int, int]:
+    """Of the memory where a program keeps the map between two steps, channels first."""
+    return (1 if geometry.channels_last else geometry.num_samples * geometry.num_channels + 1, 4)
