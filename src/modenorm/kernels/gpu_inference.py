@@ -1,7 +1,8 @@
 """Evaluation of a mode norm in one launch, in Triton: one program for each sample.
 
 A program reads its sample for the gate's logits, mixes the running estimates, and reads the sample
-again for the map, from the end to the start: by then caches hold the sample, or its end.
+again for the map, from the end to the start: by then caches hold the sample, or its end. The first
+time it reads a tile ahead, since without that compilers let loads wait for each other.
 
 No means are needed. A logit is a sum over all of x, each number times the weight of its channel,
 and the map (x − centre) · scale + shift is the same for any centre; one amid the estimates costs no
@@ -122,18 +123,25 @@ def _sums_last(
     BLOCK_P: tl.constexpr,
 ):
     """Sums over a sample, one for each mode, still spread over channels."""
-    slots = tl.arange(0, BLOCK_P)
     sums = _zeros(NUM_MODES, BLOCK_C)
     for first in range(0, num_channels, BLOCK_C):
         channels = first + tl.arange(0, BLOCK_C)
         total = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
-        for position in range(0, num_positions, BLOCK_P):
-            offs = (position + slots)[:, None] * num_channels + channels[None, :]
-            mask = (position + slots < num_positions)[:, None] & (channels < num_channels)[None, :]
-            total += tl.load(x_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+        ahead = _load_last(x_ptr, 0, channels, num_channels, num_positions, BLOCK_P)
+        for position in range(BLOCK_P, num_positions + BLOCK_P, BLOCK_P):
+            total += ahead.to(tl.float32)
+            ahead = _load_last(x_ptr, position, channels, num_channels, num_positions, BLOCK_P)
         found = tl.sum(total, 0)
         sums = _add(sums, found, gate_weight_ptr, channels, num_channels, NUM_MODES)
     return sums
+
+
+@triton.jit
+def _load_last(x_ptr, first, channels, num_channels, num_positions, BLOCK_P: tl.constexpr):
+    positions = first + tl.arange(0, BLOCK_P)
+    mask = (positions < num_positions)[:, None] & (channels < num_channels)[None, :]
+    offs = positions[:, None] * num_channels + channels[None, :]
+    return tl.load(x_ptr + offs, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -178,9 +186,13 @@ def _sums_first(
 ):
     """Sums over a sample, one for each mode, still spread over pieces."""
     sums = _zeros(NUM_MODES, ROWS)
+    offs, _, _ = _pieces(0, num_channels, num_positions, ROWS, WIDTH)
+    ahead = tl.load(x_ptr + offs, mask=offs < size, other=0.0)
     for first in range(0, size, ROWS * WIDTH):
         offs, channels, own = _pieces(first, num_channels, num_positions, ROWS, WIDTH)
-        x = tl.load(x_ptr + offs, mask=offs < size, other=0.0).to(tl.float32)
+        x = ahead.to(tl.float32)
+        offs += ROWS * WIDTH
+        ahead = tl.load(x_ptr + offs, mask=offs < size, other=0.0)
         if SPLIT:
             after = tl.sum(tl.where(own, 0.0, x), 1)
             sums = _add(sums, after, gate_weight_ptr, channels + 1, num_channels, NUM_MODES)

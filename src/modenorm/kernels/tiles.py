@@ -121,8 +121,8 @@ SMALL_SAMPLE, LARGEST_SAMPLE = 64 << 10, 512 << 10
 PROCESSORS, LEAST_BUSY = 132, 0.75
 """Of an H200; the share of them that larger samples must keep busy, on average."""
 MOST_MODES = 8
-INFERENCE_WARPS, INFERENCE_BYTES = 32, 64
-"""Most warps of a program, most bytes that a thread reads at once."""
+INFERENCE_WARPS, INFERENCE_BYTES, INFERENCE_SUMS = 32, 64, 16
+"""Most warps of a program; most bytes that a thread reads at once, and, channels last, numbers."""
 
 
 def one_launch(geometry: Geometry, num_modes: int) -> bool:
@@ -145,7 +145,7 @@ def inference_tile(geometry: Geometry) -> Tile:
     num_warps = min(INFERENCE_WARPS, max(1, size // 512))
     each = INFERENCE_BYTES // dtype.itemsize
     if channels_last:
-        size = min(size, 32 * num_warps * min(each, 16))  # numbers are summed in place
+        size = min(size, 32 * num_warps * min(each, INFERENCE_SUMS))
         rows, columns = map(triton.next_power_of_2, (channels, positions))
         return _columns_tile(rows, columns, size, size, num_warps)
     width = min(16 // dtype.itemsize, triton.next_power_of_2(positions + 1) // 2)
