@@ -126,7 +126,7 @@ def test_evaluation_reads_wide(shape, channels_last, dtype, monkeypatch, tmp_pat
     launch = inference_launch(geometry, 2, 1e-5, (True, True, False), True)
     done = compile_for(launch, 90, "bf16" if dtype.itemsize == 2 else "fp32")
     assert resources(done, tmp_path)["STACK"] == 0
-    tile, threads = inference_tile(geometry), 32 * launch.options["num_warps"]
+    tile, threads = inference_tile(geometry, 2), 32 * launch.options["num_warps"]
     vectors = tile.rows * tile.positions * dtype.itemsize // 16 // threads
     ptx = done.asm["ptx"]
     assert ptx.count("st.global.v4.b32") == vectors

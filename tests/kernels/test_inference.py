@@ -196,6 +196,6 @@ def test_when_it_is_used(samples, channels, positions, dtype, num_modes, wanted)
 def test_pieces_have_two_channels_at_most(channels_last, dtype):
     for positions in (2, 3, 4, 7, 8, 9, 49, 1000):
         geometry = Geometry(1, 5, positions, channels_last, dtype)
-        tile = tiles.inference_tile(geometry)
+        tile = tiles.inference_tile(geometry, 2)
         assert channels_last or tile.positions <= positions
         assert tile.rows * tile.positions >= 32 or tile.rows * tile.positions >= 5 * positions

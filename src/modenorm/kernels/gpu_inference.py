@@ -2,12 +2,12 @@
 
 A program reads its sample for the gate's logits, mixes the running estimates, and reads the sample
 again for the map, from the end to the start: by then caches hold the sample, or its end. The first
-time it reads a tile ahead, since without that compilers let loads wait for each other.
+time it reads a tile ahead; without that, compilers let loads wait for each other.
 
-No means are needed. A logit is a sum over all of x, each number times the weight of its channel,
-and the map (x − centre) · scale + shift is the same for any centre; one amid the estimates costs no
-digits. So channels first a sample is one row of numbers, read in pieces of 16 bytes whatever the
-number of positions is: a piece has numbers of one channel, or of one and the next.
+A logit is a sum over all of x, each number times the weight of its channel, and the map
+(x − centre) · scale + shift is the same for any centre; one amid the estimates costs no digits. So
+no means are needed, and channels first a sample is one row of numbers, read in pieces of 16 bytes
+whatever the number of positions is: a piece has numbers of one channel, or of one and the next.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _inference_kernel(
     weight_ptr,  # (C,) or (K, C)
     bias_ptr,  # (C,) or (K, C)
     gates_ptr,  # (N, K)
-    lines_ptr,  # (N, C, 4) and 4 more, channels first: centre, scale, shift of the map
+    lines_ptr,  # (N, C, 4) and 4 more: centre, scale and shift of the map, sum over positions
     y_ptr,  # as x
     num_channels,
     num_positions,
@@ -45,9 +45,9 @@ def _inference_kernel(
     CHANNELS_LAST: tl.constexpr,
     SPLIT: tl.constexpr,  # channels first: a piece may have numbers of two channels
     DIVIDES: tl.constexpr,  # channels last: C, else the size of a sample
-    BLOCK_C: tl.constexpr,
-    ROWS: tl.constexpr,  # channels last: positions of a tile, else its pieces
-    WIDTH: tl.constexpr,  # channels first: numbers of a piece
+    BLOCK_C: tl.constexpr,  # where a thread has one channel
+    ROWS: tl.constexpr,  # of a tile: positions if CHANNELS_LAST, else pieces
+    WIDTH: tl.constexpr,  # of a tile: channels if CHANNELS_LAST, else numbers of a piece
     OVERLAPS: tl.constexpr,
 ):
     begin(OVERLAPS)
@@ -61,9 +61,9 @@ def _inference_kernel(
     y_ptr += sample * size
     lines_ptr += sample * num_channels * 4
     if CHANNELS_LAST:
-        sums = _sums_last(
-            x_ptr, gate_weight_ptr, num_channels, num_positions, NUM_MODES, BLOCK_C, ROWS
-        )
+        _store_sums(x_ptr, lines_ptr + 3, num_channels, num_positions, ROWS, WIDTH)
+        tl.debug_barrier()  # other threads read what was stored
+        sums = _sums_last(lines_ptr + 3, gate_weight_ptr, num_channels, NUM_MODES, BLOCK_C)
     else:
         sums = _sums_first(
             x_ptr, gate_weight_ptr, num_channels, num_positions, size, NUM_MODES, SPLIT, ROWS, WIDTH
@@ -71,20 +71,15 @@ def _inference_kernel(
     gates = _gates(sums, gate_bias_ptr, num_positions, NUM_MODES)
     for mode in tl.static_range(NUM_MODES):
         tl.store(gates_ptr + sample * NUM_MODES + mode, gates[mode])
-    num_blocks = tl.cdiv(num_channels, BLOCK_C)
-    for block in range(num_blocks):
-        channels = (num_blocks - 1 - block) * BLOCK_C + tl.arange(0, BLOCK_C)
-        line = _line(
-            channels, gates, mode_mean_ptr, mode_var_ptr, weight_ptr, bias_ptr, num_channels, eps,
-            HAS_WEIGHT, HAS_BIAS, PER_MODE, NUM_MODES, CENTRED,
+    for first in range(0, num_channels, BLOCK_C):
+        _store_lines(
+            first + tl.arange(0, BLOCK_C), gates, mode_mean_ptr, mode_var_ptr, weight_ptr, bias_ptr,
+            lines_ptr, num_channels, eps, HAS_WEIGHT, HAS_BIAS, PER_MODE, NUM_MODES, CENTRED,
         )  # fmt: skip
-        if CHANNELS_LAST:
-            _map_last(x_ptr, y_ptr, channels, line, num_channels, num_positions, ROWS)
-        else:
-            for i in tl.static_range(3):
-                tl.store(lines_ptr + channels * 4 + i, line[i], mask=channels < num_channels)
-    if not CHANNELS_LAST:
-        tl.debug_barrier()  # other threads read what was stored
+    tl.debug_barrier()
+    if CHANNELS_LAST:
+        _map_last(x_ptr, y_ptr, lines_ptr, num_channels, num_positions, CENTRED, ROWS, WIDTH)
+    else:
         _map_first(
             x_ptr, y_ptr, lines_ptr, num_channels, num_positions, size, CENTRED, SPLIT, ROWS, WIDTH
         )
@@ -113,17 +108,10 @@ def _add(sums, values, gate_weight_ptr, channels, num_channels, NUM_MODES: tl.co
 
 
 @triton.jit
-def _sums_last(
-    x_ptr,
-    gate_weight_ptr,
-    num_channels,
-    num_positions,
-    NUM_MODES: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_P: tl.constexpr,
+def _store_sums(
+    x_ptr, sums_ptr, num_channels, num_positions, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr
 ):
-    """Sums over a sample, one for each mode, still spread over channels."""
-    sums = _zeros(NUM_MODES, BLOCK_C)
+    """Sums over the positions."""
     for first in range(0, num_channels, BLOCK_C):
         channels = first + tl.arange(0, BLOCK_C)
         total = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
@@ -131,9 +119,7 @@ def _sums_last(
         for position in range(BLOCK_P, num_positions + BLOCK_P, BLOCK_P):
             total += ahead.to(tl.float32)
             ahead = _load_last(x_ptr, position, channels, num_channels, num_positions, BLOCK_P)
-        found = tl.sum(total, 0)
-        sums = _add(sums, found, gate_weight_ptr, channels, num_channels, NUM_MODES)
-    return sums
+        tl.store(sums_ptr + channels * 4, tl.sum(total, 0), mask=channels < num_channels)
 
 
 @triton.jit
@@ -145,17 +131,47 @@ def _load_last(x_ptr, first, channels, num_channels, num_positions, BLOCK_P: tl.
 
 
 @triton.jit
-def _map_last(x_ptr, y_ptr, channels, line, num_channels, num_positions, BLOCK_P: tl.constexpr):
-    """The map of a block of channels."""
-    slots = tl.arange(0, BLOCK_P)
-    num_blocks = tl.cdiv(num_positions, BLOCK_P)
+def _sums_last(
+    sums_ptr, gate_weight_ptr, num_channels, NUM_MODES: tl.constexpr, BLOCK_C: tl.constexpr
+):
+    """Sums over a sample, one for each mode, still spread over channels."""
+    sums = _zeros(NUM_MODES, BLOCK_C)
+    for first in range(0, num_channels, BLOCK_C):
+        channels = first + tl.arange(0, BLOCK_C)
+        found = tl.load(sums_ptr + channels * 4, mask=channels < num_channels, other=0.0)
+        sums = _add(sums, found, gate_weight_ptr, channels, num_channels, NUM_MODES)
+    return sums
+
+
+@triton.jit
+def _map_last(
+    x_ptr,
+    y_ptr,
+    lines_ptr,
+    num_channels,
+    num_positions,
+    CENTRED: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    num_blocks, num_steps = tl.cdiv(num_channels, BLOCK_C), tl.cdiv(num_positions, BLOCK_P)
     for block in range(num_blocks):
-        positions = (num_blocks - 1 - block) * BLOCK_P + slots
-        offs = positions[:, None] * num_channels + channels[None, :]
-        mask = (positions < num_positions)[:, None] & (channels < num_channels)[None, :]
-        x = tl.load(x_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-        y = (x - line[0][None, :]) * line[1][None, :] + line[2][None, :]
-        tl.store(y_ptr + offs, y.to(y_ptr.dtype.element_ty), mask=mask)
+        channels = (num_blocks - 1 - block) * BLOCK_C + tl.arange(0, BLOCK_C)
+        mask_c = channels < num_channels
+        line_ptrs = lines_ptr + channels * 4
+        scale = tl.load(line_ptrs + 1, mask=mask_c, other=0.0)[None, :]
+        shift = tl.load(line_ptrs + 2, mask=mask_c, other=0.0)[None, :]
+        if CENTRED:
+            centre = tl.load(line_ptrs, mask=mask_c, other=0.0)[None, :]
+        for step in range(num_steps):
+            positions = (num_steps - 1 - step) * BLOCK_P + tl.arange(0, BLOCK_P)
+            offs = positions[:, None] * num_channels + channels[None, :]
+            mask = (positions < num_positions)[:, None] & mask_c[None, :]
+            x = tl.load(x_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+            if CENTRED:
+                x -= centre
+            y = x * scale + shift
+            tl.store(y_ptr + offs, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -227,7 +243,7 @@ def _map_first(
 
 @triton.jit
 def _mapped(x, line_ptrs, CENTRED: tl.constexpr):
-    """The map of pieces by a line for each."""
+    """The map of pieces, by a line for each."""
     if CENTRED:
         x -= tl.load(line_ptrs)[:, None]
     return x * tl.load(line_ptrs + 1)[:, None] + tl.load(line_ptrs + 2)[:, None]
@@ -252,13 +268,14 @@ def _gates(sums, gate_bias_ptr, num_positions, NUM_MODES: tl.constexpr):
 
 
 @triton.jit
-def _line(
+def _store_lines(
     channels,
     gates,
     mode_mean_ptr,
     mode_var_ptr,
     weight_ptr,
     bias_ptr,
+    lines_ptr,
     num_channels,
     eps,
     HAS_WEIGHT: tl.constexpr,
@@ -291,7 +308,9 @@ def _line(
         shift += term * (centre - mode_mean)
         if HAS_BIAS and PER_MODE:
             shift += gates[mode] * tl.load(bias_ptr + affine, mask=mask, other=0.0)
-    return centre, scale, shift
+    tl.store(lines_ptr + channels * 4, centre, mask=mask)
+    tl.store(lines_ptr + channels * 4 + 1, scale, mask=mask)
+    tl.store(lines_ptr + channels * 4 + 2, shift, mask=mask)
 
 
 def inference_launch(
@@ -303,19 +322,16 @@ def inference_launch(
 ) -> Launch:
     """The launch for tensors of one geometry; affine: see `Mixing`, direct: see `Launch`."""
     samples, channels, positions, channels_last, dtype = geometry
-    tile = inference_tile(geometry)
-    if channels_last:
-        block, rows, width = tile.rows, tile.positions, tile.rows
-    else:
-        block, rows, width = 32 * tile.num_warps, tile.rows, tile.positions
+    tile = inference_tile(geometry, num_modes)
+    rows, width = (tile.positions, tile.rows) if channels_last else (tile.rows, tile.positions)
     split = not channels_last and positions % width != 0
     divides = power_of_two_in(channels if channels_last else channels * positions)
-    centred = dtype.itemsize == 4
-    constants = (*affine, num_modes, centred, channels_last, split, divides, block, rows, width)
+    layout = (dtype.itemsize == 4, channels_last, split, divides)
+    constants = (*affine, num_modes, *layout, 32 * tile.num_warps, rows, width)
     sizes = (channels, positions, eps)
     return Launch(_inference_kernel, (samples,), sizes, constants, tile.num_warps, direct)
 
 
 def lines_shape(geometry: Geometry) -> tuple[int, int]:
-    """Of the memory where a program keeps the map between two steps, channels first."""
-    return (1 if geometry.channels_last else geometry.num_samples * geometry.num_channels + 1, 4)
+    """Of the memory where programs keep what other threads of theirs read."""
+    return geometry.num_samples * geometry.num_channels + 1, 4

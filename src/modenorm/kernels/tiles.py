@@ -121,8 +121,8 @@ SMALL_SAMPLE, LARGEST_SAMPLE = 64 << 10, 512 << 10
 PROCESSORS, LEAST_BUSY = 132, 0.75
 """Of an H200; the share of them that larger samples must keep busy, on average."""
 MOST_MODES = 8
-INFERENCE_WARPS, INFERENCE_BYTES, INFERENCE_SUMS = 32, 64, 16
-"""Most warps of a program; most bytes that a thread reads at once, and, channels last, numbers."""
+INFERENCE_WARPS, INFERENCE_BYTES = 32, 64
+"""Most warps of a program, most bytes that a thread reads at once."""
 
 
 def one_launch(geometry: Geometry, num_modes: int) -> bool:
@@ -135,7 +135,7 @@ def one_launch(geometry: Geometry, num_modes: int) -> bool:
     return size <= SMALL_SAMPLE or samples >= LEAST_BUSY * turns * PROCESSORS
 
 
-def inference_tile(geometry: Geometry) -> Tile:
+def inference_tile(geometry: Geometry, num_modes: int) -> Tile:
     """The tile of evaluation in one launch; channels first, rows are pieces of up to 16 bytes.
 
     A piece is no longer than a channel, so it has numbers of two channels at most.
@@ -143,13 +143,14 @@ def inference_tile(geometry: Geometry) -> Tile:
     _, channels, positions, channels_last, dtype = geometry
     size = triton.next_power_of_2(channels * positions)
     num_warps = min(INFERENCE_WARPS, max(1, size // 512))
-    each = INFERENCE_BYTES // dtype.itemsize
+    most = 32 * num_warps * INFERENCE_BYTES // dtype.itemsize
     if channels_last:
-        size = min(size, 32 * num_warps * min(each, INFERENCE_SUMS))
         rows, columns = map(triton.next_power_of_2, (channels, positions))
-        return _columns_tile(rows, columns, size, size, num_warps)
+        return _columns_tile(rows, columns, most, most, num_warps)
+    if num_modes > 2:
+        most //= 2  # pieces have a sum for each mode
     width = min(16 // dtype.itemsize, triton.next_power_of_2(positions + 1) // 2)
-    return Tile(min(size, 32 * num_warps * each) // width, width, num_warps)
+    return Tile(min(size, most) // width, width, num_warps)
 
 
 def moments_tile(geometry: Geometry) -> Tile:
