@@ -117,7 +117,10 @@ REDUCE_4_BYTES = (
 
 # Evaluation in one launch, by a program for each sample.
 SMALL_SAMPLE, LARGEST_SAMPLE = 64 << 10, 512 << 10
-"""Bytes. Up to the first, a launch less always pays; beyond the second, caches lose the sample."""
+"""Bytes. Up to the first, fewer launches always pay; beyond the second, caches lose the sample.
+
+Never more than 2^20 numbers: see `_pieces` in gpu_inference.py.
+"""
 PROCESSORS, LEAST_BUSY = 132, 0.75
 """Of an H200; the share of them that larger samples must keep busy, on average."""
 MOST_MODES = 8
