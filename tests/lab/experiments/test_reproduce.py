@@ -269,3 +269,19 @@ def test_only_some_runs(command: Command) -> None:
     assert code == 0
     assert out.count("-mn2-") == 2
     assert "-bn-" not in out
+    both = ("--only", "-mn2-", "--only", "-bn-")
+    _, out, _ = command("table1", "--seeds", "2", *both, "--dry-run", *WHERE)
+    assert (out.count("-mn2-"), out.count("-bn-")) == (2, 2)
+
+
+def test_several_tables(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TABLES, "extra", [replace(CELLS[0], table="extra", group="another")])
+    code, out, err = command("table1", "extra", "--seeds", "1", *WHERE)
+    assert code == 0
+    assert "2 trainings in" in err  # batch norm's is the same in both
+    for name, norms in (("table1", ["bn", "mn"]), ("extra", ["bn"])):
+        assert [line["norm"] for line in read_lines(Path(f"results/{name}.jsonl"))] == norms
+        assert f"{name}: " in out
+    code, _, err = command("table1", "pages")
+    assert code == 2
+    assert "pages stands alone" in err

@@ -1,6 +1,6 @@
 """What of the tables is done, and what is left to train."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -47,11 +47,11 @@ def make_plan(
     data: Path,
     runs_dir: Path,
     results: Path,
-    only: str = "",
+    only: Sequence[str] = (),
 ) -> Plan:
     """Look at the results and the run directories; a training of two tables is planned once.
 
-    Runs whose name does not contain `only` are passed over.
+    Runs whose name contains nothing of `only` are passed over, unless that is empty.
     """
     plan = Plan()
     seen: set[Path] = set()
@@ -66,7 +66,7 @@ def make_plan(
         for config in configs(table, seeds):
             run = Run.of(located(config, data), runs_dir)
             key = settings_key(config)
-            if only not in run.path.name:
+            if only and not any(part in run.path.name for part in only):
                 continue
             if run.path in seen or (key in skipped and (key, config.seed) not in measured):
                 continue
