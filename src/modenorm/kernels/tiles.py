@@ -7,7 +7,16 @@ from typing import NamedTuple
 import torch
 import triton
 
-__all__ = ["Geometry", "Tile", "map_tile", "moments_tile", "reduce_tile"]
+__all__ = [
+    "Geometry",
+    "Tile",
+    "inference_tile",
+    "map_tile",
+    "moments_tile",
+    "one_launch",
+    "power_of_two_in",
+    "reduce_tile",
+]
 
 
 class Geometry(NamedTuple):
@@ -36,11 +45,12 @@ class Geometry(NamedTuple):
     def divisors(self) -> tuple[int, int]:
         """Powers of two up to 16 that divide rows and positions, where that side is contiguous."""
         if self.channels_last:
-            return _power_of_two_in(self.num_channels), 1
-        return 1, _power_of_two_in(self.num_positions)
+            return power_of_two_in(self.num_channels), 1
+        return 1, power_of_two_in(self.num_positions)
 
 
-def _power_of_two_in(number: int) -> int:
+def power_of_two_in(number: int) -> int:
+    """The largest power of two up to 16 that divides a number."""
     return min(16, number & -number)
 
 
@@ -103,6 +113,47 @@ REDUCE_4_BYTES = (
     Rule(ANY, 64, 64, 4096, 8),
     Rule(ANY, ANY, 64, 4096, 4),
 )
+
+
+# Evaluation in one launch, by a program for each sample.
+SMALL_SAMPLE, LARGEST_SAMPLE = 64 << 10, 512 << 10
+"""Bytes. Up to the first, fewer launches always pay; beyond the second, caches lose the sample.
+
+Never more than 2^20 numbers: see `_pieces` in gpu_inference.py.
+"""
+PROCESSORS, LEAST_BUSY = 132, 0.75
+"""Of an H200; the share of them that larger samples must keep busy, on average."""
+MOST_MODES = 8
+INFERENCE_WARPS, INFERENCE_BYTES = 32, 64
+"""Most warps of a program, most bytes that a thread reads at once."""
+
+
+def one_launch(geometry: Geometry, num_modes: int) -> bool:
+    """Whether evaluation is one launch; if not, two passes with the mixing between them."""
+    samples, channels, positions, _, dtype = geometry
+    size = channels * positions * dtype.itemsize
+    if num_modes > MOST_MODES or size > LARGEST_SAMPLE:
+        return False
+    turns = triton.cdiv(samples, PROCESSORS)
+    return size <= SMALL_SAMPLE or samples >= LEAST_BUSY * turns * PROCESSORS
+
+
+def inference_tile(geometry: Geometry, num_modes: int) -> Tile:
+    """The tile of evaluation in one launch; channels first, rows are pieces of up to 16 bytes.
+
+    A piece is no longer than a channel, so it has numbers of two channels at most.
+    """
+    _, channels, positions, channels_last, dtype = geometry
+    size = triton.next_power_of_2(channels * positions)
+    num_warps = min(INFERENCE_WARPS, max(1, size // 512))
+    most = 32 * num_warps * INFERENCE_BYTES // dtype.itemsize
+    if channels_last:
+        rows, columns = map(triton.next_power_of_2, (channels, positions))
+        return _columns_tile(rows, columns, most, most, num_warps)
+    if num_modes > 2:
+        most //= 2  # pieces have a sum for each mode
+    width = min(16 // dtype.itemsize, triton.next_power_of_2(positions + 1) // 2)
+    return Tile(min(size, most) // width, width, num_warps)
 
 
 def moments_tile(geometry: Geometry) -> Tile:
