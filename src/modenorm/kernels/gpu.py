@@ -26,7 +26,16 @@ from modenorm.kernels.launch import Launch, current_stream
 from modenorm.kernels.layout import as_planes, planes_like
 from modenorm.kernels.tiles import Geometry, Tile, map_tile, moments_tile, reduce_tile
 
-__all__ = ["Geometry", "Passes", "apply", "apply_backward", "moments", "reduce_backward"]
+__all__ = [
+    "Geometry",
+    "Passes",
+    "apply",
+    "apply_backward",
+    "hinted",
+    "moments",
+    "reduce_backward",
+    "row_moments",
+]
 
 
 @triton.jit
@@ -39,37 +48,59 @@ def _moments_kernel(
     stride_row,
     stride_position,
     WITH_VAR: tl.constexpr,
-    SINGLE: tl.constexpr,  # one tile holds all positions
+    SINGLE: tl.constexpr,
     DIVIDES_R: tl.constexpr,
     DIVIDES_P: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_P: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """One read: sums around the first tile's mean, which is close enough to the whole one.
-
-    That mean is an average over a share BLOCK_P/P of the row, so its distance from the row's mean,
-    squared, is at most P/BLOCK_P variances: the subtraction at the end costs no more digits.
-    """
     begin(OVERLAPS)
-    num_rows, num_positions, stride_row, stride_position = _hinted(
+    num_rows, num_positions, stride_row, stride_position = hinted(
         num_rows, num_positions, stride_row, stride_position, DIVIDES_R, DIVIDES_P
     )
     outer = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * BLOCK_R
-    rows, slots = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_P)
+    rows = tl.arange(0, BLOCK_R)
     mask_rows = first + rows < num_rows
     base = x_ptr + outer * num_rows * num_positions + first.to(tl.int64) * stride_row
+    mean, var = row_moments(
+        base, rows, mask_rows, num_positions, stride_row, stride_position, WITH_VAR, SINGLE, BLOCK_P
+    )
+    out = outer * num_rows + first + rows
+    tl.store(mean_ptr + out, mean, mask=mask_rows)
+    if WITH_VAR:
+        tl.store(var_ptr + out, var, mask=mask_rows)
+
+
+@triton.jit
+def row_moments(
+    base,
+    rows,
+    mask_rows,
+    num_positions,
+    stride_row,
+    stride_position,
+    WITH_VAR: tl.constexpr,
+    SINGLE: tl.constexpr,  # one tile holds all positions
+    BLOCK_P: tl.constexpr,
+):
+    """Mean and variance of some rows, zero where they are masked.
+
+    One read: sums around the first tile's mean, which is close enough to the whole one. It is an
+    average over a share BLOCK_P/P of the row, so its distance from the row's mean, squared, is at
+    most P/BLOCK_P variances: the subtraction at the end costs no more digits.
+    """
+    slots = tl.arange(0, BLOCK_P)
     offs = rows[:, None] * stride_row + slots[None, :] * stride_position
     mask = mask_rows[:, None] & (slots < num_positions)[None, :]
     x = tl.load(base + offs, mask=mask, other=0.0).to(tl.float32)
-    out = outer * num_rows + first + rows
     if SINGLE:
         mean = tl.sum(x, 1) / num_positions
-        tl.store(mean_ptr + out, mean, mask=mask_rows)
+        var = mean
         if WITH_VAR:
             apart = tl.where(mask, x - mean[:, None], 0.0)
-            tl.store(var_ptr + out, tl.sum(apart * apart, 1) / num_positions, mask=mask_rows)
+            var = tl.sum(apart * apart, 1) / num_positions
     else:
         near = tl.sum(x, 1) / BLOCK_P
         apart = x - near[:, None]
@@ -93,11 +124,12 @@ def _moments_kernel(
             if WITH_VAR:
                 squares += apart * apart
         away = tl.sum(sums, 1) / num_positions
-        tl.store(mean_ptr + out, near + away, mask=mask_rows)
+        mean = near + away
+        var = mean
         if WITH_VAR:
             var = tl.sum(squares, 1) / num_positions - away * away
             var = tl.where(var < 0.0, 0.0, var)  # keeps NaN, which a maximum may drop
-            tl.store(var_ptr + out, var, mask=mask_rows)
+    return mean, var
 
 
 @triton.jit
@@ -118,7 +150,7 @@ def _apply_kernel(
     OVERLAPS: tl.constexpr,
 ):
     begin(OVERLAPS)
-    num_rows, num_positions, stride_row, stride_position = _hinted(
+    num_rows, num_positions, stride_row, stride_position = hinted(
         num_rows, num_positions, stride_row, stride_position, DIVIDES_R, DIVIDES_P
     )
     start, out, offs, mask_rows, mask = _tile(
@@ -151,7 +183,7 @@ def _reduce_backward_kernel(
     OVERLAPS: tl.constexpr,
 ):
     begin(OVERLAPS)
-    num_rows, num_positions, stride_row, stride_position = _hinted(
+    num_rows, num_positions, stride_row, stride_position = hinted(
         num_rows, num_positions, stride_row, stride_position, DIVIDES_R, DIVIDES_P
     )
     outer = tl.program_id(1).to(tl.int64)
@@ -210,7 +242,7 @@ def _apply_backward_kernel(
     OVERLAPS: tl.constexpr,
 ):
     begin(OVERLAPS)
-    num_rows, num_positions, stride_row, stride_position = _hinted(
+    num_rows, num_positions, stride_row, stride_position = hinted(
         num_rows, num_positions, stride_row, stride_position, DIVIDES_R, DIVIDES_P
     )
     start, out, offs, mask_rows, mask = _tile(
@@ -229,7 +261,7 @@ def _apply_backward_kernel(
 
 
 @triton.jit
-def _hinted(
+def hinted(
     num_rows,
     num_positions,
     stride_row,

@@ -18,7 +18,7 @@ from modenorm.kernels.gpu_mixing_backward import (
 )
 from modenorm.kernels.launch import Launch
 
-__all__ = ["Mixing"]
+__all__ = ["Mixing", "all_finite", "softmax", "too_large"]
 
 
 @triton.jit
@@ -48,8 +48,7 @@ def _gates_kernel(
         mask_c = channels < num_channels
         mean = tl.load(mean_ptr + sample * num_channels + channels, mask=mask_c, other=0.0)
         var = tl.load(var_ptr + sample * num_channels + channels, mask=mask_c, other=0.0)
-        most = (4.0 * mean * mean + var) * tl.num_programs(0)  # of the sums in _statistics_kernel
-        bad += tl.where(most < float("inf"), 0.0, 1.0)
+        bad += too_large(mean, var, tl.num_programs(0))
         if HAS_GATE:
             offs = modes[:, None] * num_channels + channels[None, :]
             mask = mask_k[:, None] & mask_c[None, :]
@@ -57,16 +56,35 @@ def _gates_kernel(
             sums += weight * mean[None, :]
     gates_ptrs = gates_ptr + sample * num_modes + modes
     if HAS_GATE:
-        logits = tl.sum(sums, 1) + tl.load(gate_bias_ptr + modes, mask=mask_k, other=0.0)
-        logits = tl.where(mask_k, logits, float("-inf"))
-        powers = tl.exp(logits - tl.max(logits, 0))
-        gates = powers / tl.sum(powers, 0)
+        gates = softmax(sums, gate_bias_ptr, modes, mask_k)
         tl.store(gates_ptrs, gates, mask=mask_k)
     else:
         gates = tl.load(gates_ptrs, mask=mask_k, other=0.0)
+    tl.store(finite_ptr + sample, all_finite(bad, gates))
+
+
+@triton.jit
+def too_large(mean, var, num_samples):
+    """1.0 where the sums in _statistics_kernel may be beyond float32, or NaN; else 0.0."""
+    most = (4.0 * mean * mean + var) * num_samples
+    return tl.where(most < float("inf"), 0.0, 1.0)
+
+
+@triton.jit
+def softmax(sums, gate_bias_ptr, modes, mask_k):
+    """The gates of a sample, from logits that are still spread over channels."""
+    logits = tl.sum(sums, 1) + tl.load(gate_bias_ptr + modes, mask=mask_k, other=0.0)
+    logits = tl.where(mask_k, logits, float("-inf"))
+    powers = tl.exp(logits - tl.max(logits, 0))
+    return powers / tl.sum(powers, 0)
+
+
+@triton.jit
+def all_finite(bad, gates):
+    """1.0 if no channel is bad and all gates are finite, else 0.0."""
     bad_gates = tl.where(tl.abs(gates) < float("inf"), 0.0, 1.0)
     finite = tl.sum(bad, 0) + tl.sum(bad_gates, 0) == 0.0
-    tl.store(finite_ptr + sample, tl.where(finite, 1.0, 0.0))
+    return tl.where(finite, 1.0, 0.0)
 
 
 @triton.jit

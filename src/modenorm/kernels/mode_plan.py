@@ -1,7 +1,7 @@
 """The launches of a mode norm of one size, and the memory between them.
 
-Forward: moments, gates, statistics, coefficients, map. Backward: reduce, modes, samples, map,
-parameters.
+Forward: moments, gates, statistics, coefficients, map; the first two may be one launch. Backward:
+reduce, modes, samples, map, parameters.
 fused.py makes one autograd node of them, operators.py hands all but the maps to `torch.compile`.
 """
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from modenorm.checks import Options
 from modenorm.kernels.gpu import Geometry, Passes
+from modenorm.kernels.gpu_gated_moments import gated_moments_launch
 from modenorm.kernels.gpu_inference import inference_launch, lines_shape
 from modenorm.kernels.gpu_mixing import Mixing
 from modenorm.kernels.launch import Pointer
@@ -55,6 +56,7 @@ class ModePlan:
         self.passes = Passes(geometry, direct)
         options = (eps, momentum, has_gate, affine, running, direct)
         self.mixing = Mixing(samples, channels, positions, num_modes, *options)
+        self.gated = gated_moments_launch(geometry, num_modes, direct) if has_gate else None
         rows = (samples, channels)
         self.kept = kept_slab(*rows, num_modes)
         self.forward = forward_slab(*rows)
@@ -106,9 +108,12 @@ class ModePlan:
         """Moments, gates, and the modes' statistics with their running update."""
         arrays, (mean, var, *of_modes), (_, _, finite) = self._open(split, arrays)
         inputs, used = arrays.inputs, arrays.used
-        self.passes.moments(stream, arrays.x, mean, var)
         gate = (pointer(inputs.gate_weight, mean), pointer(inputs.gate_bias, mean))
-        self.mixing.gates(stream, mean, var, *gate, used, finite)
+        if self.gated is not None:
+            self.gated(stream, arrays.x, mean, var, *gate, used, finite)
+        else:
+            self.passes.moments(stream, arrays.x, mean, var)
+            self.mixing.gates(stream, mean, var, *gate, used, finite)
         buffers = _estimates(arrays.running, mean)
         self.mixing.statistics(stream, mean, var, used, finite, *buffers, *of_modes)
 

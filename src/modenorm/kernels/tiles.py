@@ -10,6 +10,7 @@ import triton
 __all__ = [
     "Geometry",
     "Tile",
+    "gated_tile",
     "inference_tile",
     "map_tile",
     "moments_tile",
@@ -127,15 +128,28 @@ MOST_MODES = 8
 INFERENCE_WARPS, INFERENCE_BYTES = 32, 64
 """Most warps of a program, most bytes that a thread reads at once."""
 
+# Moments with gates in one launch, by a program for each sample.
+GATED_WARPS, GATED_NUMBERS, GATED_WEIGHTS = 16, 32, 8
+"""Most warps of a program; a thread's numbers, channels first; most of the gate's weights."""
+
 
 def one_launch(geometry: Geometry, num_modes: int) -> bool:
     """Whether evaluation is one launch; if not, two passes with the mixing between them."""
-    samples, channels, positions, _, dtype = geometry
-    size = channels * positions * dtype.itemsize
-    if num_modes > MOST_MODES or size > LARGEST_SAMPLE:
+    if num_modes > MOST_MODES or _sample_bytes(geometry) > LARGEST_SAMPLE:
         return False
+    return _keeps_busy(geometry)
+
+
+def _sample_bytes(geometry: Geometry) -> int:
+    return geometry.num_channels * geometry.num_positions * geometry.dtype.itemsize
+
+
+def _keeps_busy(geometry: Geometry) -> bool:
+    """Whether a program for each sample is enough, or samples are too small to matter."""
+    samples = geometry.num_samples
     turns = triton.cdiv(samples, PROCESSORS)
-    return size <= SMALL_SAMPLE or samples >= LEAST_BUSY * turns * PROCESSORS
+    small = _sample_bytes(geometry) <= SMALL_SAMPLE
+    return small or samples >= LEAST_BUSY * turns * PROCESSORS
 
 
 def inference_tile(geometry: Geometry, num_modes: int) -> Tile:
@@ -154,6 +168,26 @@ def inference_tile(geometry: Geometry, num_modes: int) -> Tile:
         most //= 2  # pieces have a sum for each mode
     width = min(16 // dtype.itemsize, triton.next_power_of_2(positions + 1) // 2)
     return Tile(min(size, most) // width, width, num_warps)
+
+
+def gated_tile(geometry: Geometry, num_modes: int) -> Tile | None:
+    """The tile of moments with gates, which has all channels; None where two launches are better.
+
+    It is the tile of `moments` if that has them all. If not, it has more warps with as many numbers
+    for each thread, where a program for each sample keeps the GPU busy and all run at once.
+    """
+    tile = moments_tile(geometry)
+    rows, positions = map(triton.next_power_of_2, geometry[1:3])
+    if geometry.channels_last:
+        times = rows // tile.rows
+        same, tile = times == 1, Tile(rows, tile.positions, times * tile.num_warps)
+    else:
+        num_warps = max(1, rows * positions // (32 * GATED_NUMBERS))
+        same, tile = False, Tile(rows, positions, num_warps)
+    at_once = _keeps_busy(geometry) and geometry.num_samples <= 2 * PROCESSORS
+    weights = rows * triton.next_power_of_2(num_modes)
+    few = weights <= 32 * tile.num_warps * GATED_WEIGHTS
+    return tile if few and (same or (at_once and tile.num_warps <= GATED_WARPS)) else None
 
 
 def moments_tile(geometry: Geometry) -> Tile:
