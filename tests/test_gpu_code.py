@@ -20,6 +20,7 @@ from modenorm.kernels import gpu_mixing_parts  # noqa: E402
 from modenorm.kernels import launch as launches  # noqa: E402
 from modenorm.kernels.gpu import Geometry, Passes  # noqa: E402
 from modenorm.kernels.gpu_channels import ChannelMixing  # noqa: E402
+from modenorm.kernels.gpu_gated_moments import gated_moments_launch  # noqa: E402
 from modenorm.kernels.gpu_inference import inference_launch  # noqa: E402
 from modenorm.kernels.gpu_mixing import Mixing  # noqa: E402
 from modenorm.kernels.tiles import inference_tile  # noqa: E402
@@ -100,6 +101,40 @@ def test_sums_stay_in_registers(positions, monkeypatch, tmp_path):
     passes = Passes(Geometry(128, 64, positions, True, torch.bfloat16))
     for launch in (passes.moments, passes.reduce_backward):
         assert resources(compile_for(launch, 90), tmp_path)["STACK"] == 0, launch.kernel.__name__
+
+
+@pytest.mark.parametrize("num_modes", [1, 5, 64], ids="K{}".format)
+@pytest.mark.parametrize(("capability", "channels_last"), [(90, False), (90, True), (80, False)])
+def test_moments_with_gates_compile(capability, channels_last, num_modes, monkeypatch):
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    monkeypatch.setattr(launches, "can_overlap", lambda: capability >= 90)
+    geometry = Geometry(8, 7, 36, channels_last, torch.bfloat16)
+    ptx = compile_for(gated_moments_launch(geometry, num_modes, True), capability).asm["ptx"]
+    assert ("griddepcontrol.wait" in ptx) == (capability >= 90)
+    assert not takes_product_from_itself(ptx)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("channels_last", [False, True], ids=["first", "last"])
+@pytest.mark.parametrize("shape", [(128, 6, 784), (128, 16, 1024), (128, 64, 1024)], ids=str)
+def test_moments_with_gates_read_as_wide(shape, channels_last, dtype, monkeypatch, tmp_path):
+    """As moments alone, and nothing is spilled."""
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    monkeypatch.setattr(launches, "can_overlap", lambda: True)
+    geometry, kind = (
+        Geometry(*shape, channels_last, dtype),
+        "bf16" if dtype.itemsize == 2 else "fp32",
+    )
+    launch = gated_moments_launch(geometry, 2, True)
+    if launch is None:
+        assert shape[1] == 64
+        assert not channels_last
+        return
+    done, alone = (compile_for(each, 90, kind) for each in (launch, Passes(geometry).moments))
+    assert resources(done, tmp_path)["STACK"] == 0
+    for width in ("v4.b32", "v2.b32") if shape[1] > 6 or not channels_last else ("v2.b32", "b32"):
+        load = f"ld.global.{width} "
+        assert done.asm["ptx"].count(load) >= alone.asm["ptx"].count(load)
 
 
 @pytest.mark.parametrize("num_modes", [1, 2, 8], ids="K{}".format)

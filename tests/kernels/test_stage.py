@@ -148,8 +148,8 @@ def check(stand_in, wanted, found, kernels):
     assert stand_in.log == kernels
 
 
-FORWARD = ["_moments_kernel", "_gates_kernel", "_statistics_kernel", "_coefficients_kernel"]
-FORWARD += ["_apply_kernel"]
+GATED, TWO = ["_gated_moments_kernel"], ["_moments_kernel", "_gates_kernel"]
+FORWARD = ["_statistics_kernel", "_coefficients_kernel", "_apply_kernel"]
 BACKWARD = ["_reduce_backward_kernel", "modes_backward_kernel", "samples_backward_kernel"]
 BACKWARD += ["parameters_backward_kernel", "_apply_backward_kernel"]
 
@@ -177,13 +177,14 @@ def test_a_training_step(stand_in, options, channels_last):
     more = {"gates": torch.softmax(torch.randn(5, 3), 1)} if given else {}
     first = step(layer, x, dy, penalty, **more)
     assert stand_in.log == []
-    check(stand_in, first, step(layer, x, dy, penalty, **more), FORWARD + BACKWARD)
+    launched = (TWO if given else GATED) + FORWARD + BACKWARD
+    check(stand_in, first, step(layer, x, dy, penalty, **more), launched)
 
 
 @pytest.mark.parametrize("largest", [0, tiles.LARGEST_SAMPLE], ids=["passes", "one launch"])
 def test_evaluation(stand_in, monkeypatch, largest):
     monkeypatch.setattr(tiles, "LARGEST_SAMPLE", largest)
-    launched = ["_inference_kernel"] if largest else FORWARD[:2] + FORWARD[3:]
+    launched = ["_inference_kernel"] if largest else TWO + FORWARD[1:]
     layer = layer_for((5, 6, 3, 4), 3, "cpu").eval()
     with torch.no_grad():
         x = torch.randn(5, 6, 3, 4)
@@ -220,7 +221,7 @@ def test_a_thread_without_context(stand_in, monkeypatch):
     stand_in.error = stage.INVALID_CONTEXT
     assert torch.equal(layer(x), wanted)
     assert entered == [[]]
-    assert stand_in.log == FORWARD
+    assert stand_in.log == GATED + FORWARD
 
 
 def test_an_error_of_the_driver(stand_in):
