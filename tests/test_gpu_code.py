@@ -108,7 +108,7 @@ def test_sums_stay_in_registers(positions, monkeypatch, tmp_path):
 def test_moments_with_gates_compile(capability, channels_last, num_modes, monkeypatch):
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     monkeypatch.setattr(launches, "can_overlap", lambda: capability >= 90)
-    geometry = Geometry(8, 7, 36, channels_last, torch.bfloat16)
+    geometry = Geometry(8, 7, 900, channels_last, torch.bfloat16)
     ptx = compile_for(gated_moments_launch(geometry, num_modes, True), capability).asm["ptx"]
     assert ("griddepcontrol.wait" in ptx) == (capability >= 90)
     assert not takes_product_from_itself(ptx)
