@@ -30,6 +30,13 @@ TOLERANCES = {
 }
 
 
+def data(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Two clusters of samples, and channels with means and spreads of their own."""
+    clusters = torch.randint(2, (shape[0], *[1] * (len(shape) - 1))) * 3.0
+    channels = torch.randn(1, shape[1], *[1] * (len(shape) - 2)).double()
+    return (torch.randn(shape).double() * channels.exp() + channels + clusters).to(dtype)
+
+
 @dataclass
 class Run:
     """Everything that one forward and backward gave."""

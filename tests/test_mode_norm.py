@@ -1,7 +1,6 @@
 """Mode normalization against the paper's sums in float64: values and all gradients."""
 
 import copy
-import dataclasses
 
 import pytest
 import torch
@@ -9,19 +8,21 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import modenorm
-from compare import TOLERANCES, assert_close, assert_same, make_layer, one_hot, run, run_reference
+from compare import (
+    TOLERANCES,
+    assert_close,
+    assert_same,
+    data,
+    make_layer,
+    one_hot,
+    run,
+    run_reference,
+)
 from marks import TRAINING
 from modenorm import functional
 from modenorm.kernels import cpu
 
 SHAPES = [(5, 3), (5, 3, 7), (5, 3, 4, 5), (4, 3, 2, 3, 5)]
-
-
-def data(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """Two clusters of samples, and channels with means and spreads of their own."""
-    clusters = torch.randint(2, (shape[0], *[1] * (len(shape) - 1))) * 3.0
-    channels = torch.randn(1, shape[1], *[1] * (len(shape) - 2)).double()
-    return (torch.randn(shape).double() * channels.exp() + channels + clusters).to(dtype)
 
 
 @TRAINING
@@ -198,58 +199,6 @@ def test_an_estimate_that_something_else_keeps(backend):
     layer.running_mean = estimate
     assert "running_mean" not in layer._buffers
     assert_close(layer(x), expected, 1e-12)
-
-
-@TRAINING
-@pytest.mark.parametrize("shape", [(6, 3, 8), (6, 3, 4, 5)], ids=["3d", "4d"])
-@pytest.mark.parametrize("update", ["paper", "usage"])
-def test_mask(shape, update, training, backend):
-    layer = make_layer(3, 2, len(shape), running_update=update).train(training)
-    mask = torch.rand(shape[0], *shape[2:]) < 0.6
-    mask[:, ..., 0] = True  # at least one position per sample
-    x, upstream = data(*shape), torch.randn(shape).double()
-    actual, expected = (
-        run(layer, x, upstream, mask=mask),
-        run_reference(layer, x, upstream, mask=mask),
-    )
-    assert_same(actual, expected, torch.float64)
-
-
-@pytest.mark.parametrize("name", ["reference", "eager", "fused"])
-def test_shares_count_the_positions_of_the_mask(name):
-    layer = make_layer(3, 2, 2, running_update="usage")
-    mask = torch.tensor([[True, True], [True, False], [False, False]])
-    gates = one_hot([0, 1, 1], 2) * 0.5  # gates from outside need not sum to one
-    with modenorm.use_backend(name):
-        layer(data(3, 3, 2), gates=gates, mask=mask)
-    torch.testing.assert_close(layer.running_share, torch.tensor([1 / 3, 1 / 6]).double())
-
-
-def test_mask_with_a_channel_axis_and_half_type():
-    layer = make_layer(3, 2, 2, dtype=torch.float32)
-    x, mask = data(6, 3, dtype=torch.bfloat16), torch.tensor([True] * 5 + [False])
-    expected = layer(x.float(), mask=mask)
-    assert torch.equal(layer(x, mask=mask[:, None]), expected.bfloat16())
-
-
-def test_mask_hides_what_the_padding_holds(backend):
-    layer = make_layer(3, 2, 3)
-    x, mask = data(6, 3, 8), torch.arange(8) < torch.tensor([8, 3, 5, 1, 8, 2])[:, None]
-    upstream = torch.where(mask[:, None], torch.randn(6, 3, 8).double(), 0)
-    expected = run(layer, x, upstream, mask=mask)
-    for padding in (1e6, float("nan"), float("inf")):
-        padded = torch.where(mask[:, None], x, padding)
-        found = run(layer, padded, upstream, mask=mask)
-        counts = torch.where(mask[:, None], found.y, expected.y)
-        assert torch.equal(counts, expected.y)
-        assert_same(dataclasses.replace(found, y=counts), expected, torch.float64)
-
-
-def test_full_mask_is_no_mask(backend):
-    layer = make_layer(3, 2, 3)
-    x, upstream = data(6, 3, 8), torch.randn(6, 3, 8).double()
-    masked = run(layer, x, upstream, mask=torch.ones(6, 8, dtype=torch.bool))
-    assert_same(masked, run(layer, x, upstream), torch.float64)
 
 
 @TRAINING
