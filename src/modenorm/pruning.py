@@ -6,10 +6,9 @@ model computes.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from modenorm.pruning_report import LayerPruning, Pruning
 from modenorm.recording import mode_layers
 from modenorm.resizing import Layer
 from modenorm.selection import check_model, listed
+from modenorm.threads import one_thread
 
 __all__ = ["DEFAULT_TOLERANCE", "LayerPruning", "Pruning", "prune_modes"]
 
@@ -89,7 +89,7 @@ def prune_modes(
     with watching(views.values()):
         before = _outputs(model, inputs)
     scale = _deviation(before)
-    with _one_thread():
+    with one_thread():
         paths = {name: view.path() for name, view in views.items()}
     found: dict[float, float] = {}
 
@@ -146,17 +146,6 @@ def _turn_to_batchnorm(
             if optimizer is not None and before is not after:  # it had a row for each mode
                 exchange_parameter(optimizer, before, after)
     return turned
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Small operators in one thread: several mostly wait for each other on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _largest(limits: Sequence[float], tolerated: Callable[[float], bool]) -> float:

@@ -1,11 +1,9 @@
 """`modenorm demo`."""
 
-import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -23,6 +21,7 @@ from modenorm.lab.demo import (
 )
 from modenorm.lab.report import Record, read_record, write_page
 from modenorm.lab.training import Outcome, train_many
+from modenorm.threads import one_thread
 
 
 def demo_command(
@@ -58,21 +57,10 @@ def demo_command(
         raise typer.Exit(1)
 
 
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Tensors this small gain nothing from a second thread, and lose when other work is running."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def _train(data: DataSet, runs: Path, epochs: int, seeds: int, device: str | None) -> list[Outcome]:
     console, configs = make_console(stderr=True), demo_configs(epochs, range(seeds))
     try:
-        with ProgressReport(console) as report, _one_thread():
+        with ProgressReport(console) as report, one_thread():
             return train_many(
                 configs,
                 runs,
