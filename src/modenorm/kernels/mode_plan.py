@@ -165,7 +165,7 @@ def plan_for(
     options: Options,
     moves: bool = False,
     gates_apart: bool = True,
-    others: tuple[Tensor, ...] = (),
+    others: tuple[Tensor | None, ...] = (),
 ) -> ModePlan | None:
     """The plan of a call on a dense x; None if its launches can't take these tensors.
 

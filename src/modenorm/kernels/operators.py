@@ -162,13 +162,13 @@ def _gradients(
     from modenorm.kernels.mode_plan import plan_for
 
     x, inputs = as_dense(x), Inputs(gates, gate_weight, gate_bias, weight, bias)
+    dused = None if dused is None else dused.contiguous()
     options, apart = Options(True, None, eps), gates is not None
-    plan = plan_for(x, inputs, None, options, gates_apart=apart, others=(kept,))
+    plan = plan_for(x, inputs, None, options, gates_apart=apart, others=(kept, dused))
     assert plan is not None
     found = [_like(given, x) for given in inputs]
     dgates, *gradients = (None if p is None else d for p, d in zip(inputs, found, strict=True))
     lines = plan.backward.allocate(x.device)
-    dused = None if dused is None else dense_like(dused, kept.new_empty(dused.shape))
     places = (gates, dused, kept, lines, None, dgates)
     arrays = Backward(dense_like(dy, x), x, *inputs, *places, *gradients)
     plan.run_mix_backward[dused is None](arrays)
