@@ -20,14 +20,16 @@ from modenorm.kernels import gpu_mixing_parts  # noqa: E402
 from modenorm.kernels import launch as launches  # noqa: E402
 from modenorm.kernels.gpu import Geometry, Passes  # noqa: E402
 from modenorm.kernels.gpu_channels import ChannelMixing  # noqa: E402
+from modenorm.kernels.gpu_inference import inference_launch  # noqa: E402
 from modenorm.kernels.gpu_mixing import Mixing  # noqa: E402
+from modenorm.kernels.tiles import inference_tile  # noqa: E402
 from modenorm.lab.models import max_pool, narrow_conv  # noqa: E402
 
 STREAMED = ("x_ptr", "y_ptr", "dy_ptr", "dx_ptr")
 OTHER_TYPES = {"tracked_ptr": "i64", "place_ptr": "u8"}
 
 
-def compile_for(launch, capability):
+def compile_for(launch, capability, streamed="bf16"):
     """A launch as on a GPU: its kernel with the types and constants of its arguments."""
     parameters = launch.kernel.params
     num_pointers = len(parameters) - len(launch.tail)
@@ -37,7 +39,7 @@ def compile_for(launch, capability):
         if parameter.is_constexpr:
             signature[parameter.name], constants[(i,)] = "constexpr", value
         elif i < num_pointers:
-            kind = "bf16" if parameter.name in STREAMED else "fp32"
+            kind = streamed if parameter.name in STREAMED else "fp32"
             signature[parameter.name] = f"*{OTHER_TYPES.get(parameter.name, kind)}"
             attributes[(i,)] = [["tt.divisibility", 16]]
         elif isinstance(value, int) and value == 1:  # Triton makes a constant of it
@@ -98,6 +100,39 @@ def test_sums_stay_in_registers(positions, monkeypatch, tmp_path):
     passes = Passes(Geometry(128, 64, positions, True, torch.bfloat16))
     for launch in (passes.moments, passes.reduce_backward):
         assert resources(compile_for(launch, 90), tmp_path)["STACK"] == 0, launch.kernel.__name__
+
+
+@pytest.mark.parametrize("num_modes", [1, 2, 8], ids="K{}".format)
+@pytest.mark.parametrize(("capability", "channels_last"), [(90, False), (90, True), (80, False)])
+def test_evaluation_compiles(capability, channels_last, num_modes, monkeypatch):
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    monkeypatch.setattr(launches, "can_overlap", lambda: capability >= 90)
+    geometry = Geometry(8, 24, 35, channels_last, torch.bfloat16)
+    for affine in ((False, False, False), (True, True, False), (True, True, True)):
+        launch = inference_launch(geometry, num_modes, 1e-5, affine, True)
+        ptx = compile_for(launch, capability).asm["ptx"]
+        assert ("griddepcontrol.wait" in ptx) == (capability >= 90)
+        assert not takes_product_from_itself(ptx)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("channels_last", [False, True], ids=["first", "last"])
+@pytest.mark.parametrize("shape", [(128, 64, 1024), (256, 1024, 196), (256, 2048, 49)], ids=str)
+def test_evaluation_reads_wide(shape, channels_last, dtype, monkeypatch, tmp_path):
+    """16 bytes at once, whatever the number of positions; nothing is spilled."""
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    monkeypatch.setattr(launches, "can_overlap", lambda: True)
+    geometry = Geometry(*shape, channels_last, dtype)
+    launch = inference_launch(geometry, 2, 1e-5, (True, True, False), True)
+    done = compile_for(launch, 90, "bf16" if dtype.itemsize == 2 else "fp32")
+    assert resources(done, tmp_path)["STACK"] == 0
+    tile, threads = inference_tile(geometry, 2), 32 * launch.options["num_warps"]
+    vectors = tile.rows * tile.positions * dtype.itemsize // 16 // threads
+    ptx = done.asm["ptx"]
+    assert ptx.count("st.global.v4.b32") == vectors
+    assert ptx.count("ld.global.v4.b32") >= 2 * vectors
+    if not channels_last:  # threads exchange their last sums alone
+        assert done.metadata.shared < 4 * tile.rows
 
 
 @pytest.mark.parametrize("affine", [(False, False, False), (True, True, False), (True, True, True)])

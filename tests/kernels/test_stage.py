@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from test_fused import layer_for, tensor
 
 import modenorm
-from modenorm.kernels import fused_channels, launch, mode_plan, stage
+from modenorm.kernels import fused_channels, launch, mode_plan, stage, tiles
 from modenorm.kernels.layout import interpreting
 from modenorm.kernels.native import library
 
@@ -180,13 +180,16 @@ def test_a_training_step(stand_in, options, channels_last):
     check(stand_in, first, step(layer, x, dy, penalty, **more), FORWARD + BACKWARD)
 
 
-def test_evaluation(stand_in):
+@pytest.mark.parametrize("largest", [0, tiles.LARGEST_SAMPLE], ids=["passes", "one launch"])
+def test_evaluation(stand_in, monkeypatch, largest):
+    monkeypatch.setattr(tiles, "LARGEST_SAMPLE", largest)
+    launched = ["_inference_kernel"] if largest else FORWARD[:2] + FORWARD[3:]
     layer = layer_for((5, 6, 3, 4), 3, "cpu").eval()
     with torch.no_grad():
         x = torch.randn(5, 6, 3, 4)
         first = layer(x)
         other = torch.randn(5, 6, 3, 4)
-        check(stand_in, [first], [layer(x)], FORWARD[:2] + FORWARD[3:])
+        check(stand_in, [first], [layer(x)], launched)
         assert not torch.equal(layer(other), first)  # addresses are those of the call
 
 

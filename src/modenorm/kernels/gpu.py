@@ -168,21 +168,18 @@ def _reduce_backward_kernel(
         x = tl.load(x_ptr + base + offs, mask=mask, other=0.0).to(tl.float32)
         product = total * (x - centre)
     else:
+        # a tile is read ahead: compilers let loads wait for the sums before them
+        step = tl.full((), BLOCK_P, tl.int64) * stride_position
+        dy_ahead = tl.load(dy_ptr + base + offs, mask=mask_rows[:, None], other=0.0)
+        x_ahead = tl.load(x_ptr + base + offs, mask=mask_rows[:, None], other=0.0)
         total = tl.zeros([BLOCK_R, BLOCK_P], tl.float32)
         product = tl.zeros([BLOCK_R, BLOCK_P], tl.float32)
-        step = tl.full((), BLOCK_P, tl.int64) * stride_position
-        num_full = num_positions // BLOCK_P
-        for _ in range(num_full):
-            dy = tl.load(dy_ptr + base + offs, mask=mask_rows[:, None], other=0.0).to(tl.float32)
-            x = tl.load(x_ptr + base + offs, mask=mask_rows[:, None], other=0.0).to(tl.float32)
-            total += dy
-            product += dy * (x - centre)
+        for done in range(0, num_positions, BLOCK_P):
+            dy, x = dy_ahead.to(tl.float32), x_ahead.to(tl.float32)
             base += step
-        rest = num_positions - num_full * BLOCK_P
-        if rest > 0:
-            mask = mask_rows[:, None] & (slots < rest)[None, :]
-            dy = tl.load(dy_ptr + base + offs, mask=mask, other=0.0).to(tl.float32)
-            x = tl.load(x_ptr + base + offs, mask=mask, other=0.0).to(tl.float32)
+            mask = mask_rows[:, None] & (slots < num_positions - done - BLOCK_P)[None, :]
+            dy_ahead = tl.load(dy_ptr + base + offs, mask=mask, other=0.0)
+            x_ahead = tl.load(x_ptr + base + offs, mask=mask, other=0.0)
             total += dy
             product += dy * (x - centre)
     tl.store(total_ptr + out, tl.sum(total, 1), mask=mask_rows)

@@ -271,14 +271,14 @@ class Mixing:
         wide = min(channels, max(16, 8192 // modes))
         # tiles of samples_backward and modes_backward, which hold more numbers in registers
         less_wide = min(channels, max(16, 4096 // modes))
-        less_wide_warps = 4 if less_wide * modes >= 4096 else 2
+        less_wide_warps = 4 if less_wide * modes >= 512 else 2
         many = num_channels * num_modes >= 8192
         block = min(channels, 32 if many else 16)
         walk = min(samples, 4096 // block)
         short_walk = min(walk, 64) if many else walk
         by_mode = (triton.cdiv(num_channels, block), num_modes)
         narrow = min(channels, 128)
-        few = min(samples, 1024 // narrow, 8)
+        few = min(samples, 8 if narrow == 128 else 4)
         sizes = (num_samples, num_channels, num_modes)
         self.gates = Launch(
             _gates_kernel, (num_samples,), sizes[1:], (has_gate, modes, wide), 4, direct

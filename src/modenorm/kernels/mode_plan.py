@@ -15,12 +15,14 @@ from torch import Tensor
 
 from modenorm.checks import Options
 from modenorm.kernels.gpu import Geometry, Passes
+from modenorm.kernels.gpu_inference import inference_launch, lines_shape
 from modenorm.kernels.gpu_mixing import Mixing
 from modenorm.kernels.launch import Pointer
 from modenorm.kernels.mode_arrays import Backward, Forward, Inference, Inputs, fits
 from modenorm.kernels.plan import affine_kind, aligned, geometry_of, pointer
 from modenorm.kernels.slab import Slab, backward_slab, forward_slab, kept_slab
-from modenorm.kernels.stage import Split, Stage, Stream
+from modenorm.kernels.stage import Part, Split, Stage, Stream
+from modenorm.kernels.tiles import one_launch
 from modenorm.mixing import RunningEstimates
 
 __all__ = ["ModePlan", "plan_for"]
@@ -56,18 +58,29 @@ class ModePlan:
         rows = (samples, channels)
         self.kept = kept_slab(*rows, num_modes)
         self.forward = forward_slab(*rows)
-        self.inference = Slab(rows, rows, rows, (samples,))  # mean, scale, shift, finite
+        self.inference, run_inference = self._plan_inference(geometry, eps, affine)
         self.backward = backward_slab(*rows, num_modes)
         stage, both = partial(Stage, direct), (False, True)
         parts = (self._statistics, self._coefficients, self._apply)
         self.run_forward, self.run_mix = stage(*parts), stage(*parts[:2])
         self.run_statistics, self.run_map = stage(parts[0]), stage(*parts[1:])
-        self.run_inference = stage(self._inference)
+        self.run_inference = stage(run_inference)
         back = (self._modes_backward, self._samples_backward, self._apply_backward)
         self.run_backward = [stage(*back) for _ in both]
         self.run_mix_backward = [stage(*back[:2]) for _ in both]
         self.run_modes_backward = stage(back[0])
         self.run_samples_backward = [stage(*back[1:]) for _ in both]
+
+    def _plan_inference(
+        self, geometry: Geometry, eps: float, affine: tuple[bool, bool, bool]
+    ) -> tuple[Slab, Part]:
+        """The memory and the launches of an evaluation."""
+        if not one_launch(geometry, self.num_modes):
+            rows = (self.num_samples, geometry.num_channels)
+            # mean, scale, shift, finite
+            return Slab(rows, rows, rows, (self.num_samples,)), self._inference
+        self.whole = inference_launch(geometry, self.num_modes, eps, affine, self.passes.direct)
+        return Slab(lines_shape(geometry)), self._whole_inference
 
     def gates_like(self, x: Tensor) -> Tensor:
         """Memory for the gates, (N, K)."""
@@ -109,6 +122,12 @@ class ModePlan:
     def _apply(self, stream: Stream, split: Split, arrays: Forward) -> None:
         arrays, (mean, *_), (scale, shift, _) = self._open(split, arrays)
         self.passes.apply(stream, arrays.x, mean, scale, shift, arrays.y)
+
+    def _whole_inference(self, stream: Stream, split: Split, arrays: Inference) -> None:
+        (lines,) = split(self.inference, arrays.scratch)
+        x, gate_weight, gate_bias, weight, bias, *estimates, used, _, y = arrays
+        affine = (pointer(weight, lines), pointer(bias, lines))
+        self.whole(stream, x, gate_weight, gate_bias, *estimates, *affine, used, lines, y)
 
     def _inference(self, stream: Stream, split: Split, arrays: Inference) -> None:
         mean, scale, shift, finite = split(self.inference, arrays.scratch)

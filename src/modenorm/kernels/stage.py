@@ -26,7 +26,7 @@ from modenorm.kernels.layout import interpreting
 from modenorm.kernels.native import library
 from modenorm.kernels.slab import Slab, Slot
 
-__all__ = ["Sequence", "Split", "Stage", "Stream"]
+__all__ = ["Part", "Sequence", "Split", "Stage", "Stream"]
 
 DRIVER = "libcuda.so.1"
 INVALID_CONTEXT = 201

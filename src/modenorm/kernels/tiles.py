@@ -7,7 +7,16 @@ from typing import NamedTuple
 import torch
 import triton
 
-__all__ = ["Geometry", "Tile", "map_tile", "moments_tile", "reduce_tile"]
+__all__ = [
+    "Geometry",
+    "Tile",
+    "inference_tile",
+    "map_tile",
+    "moments_tile",
+    "one_launch",
+    "power_of_two_in",
+    "reduce_tile",
+]
 
 
 class Geometry(NamedTuple):
@@ -36,11 +45,12 @@ class Geometry(NamedTuple):
     def divisors(self) -> tuple[int, int]:
         """Powers of two up to 16 that divide rows and positions, where that side is contiguous."""
         if self.channels_last:
-            return _power_of_two_in(self.num_channels), 1
-        return 1, _power_of_two_in(self.num_positions)
+            return power_of_two_in(self.num_channels), 1
+        return 1, power_of_two_in(self.num_positions)
 
 
-def _power_of_two_in(number: int) -> int:
+def power_of_two_in(number: int) -> int:
+    """The largest power of two up to 16 that divides a number."""
     return min(16, number & -number)
 
 
@@ -82,27 +92,78 @@ REDUCE_2_BYTES = (
     Rule(4, 512, 128, 512, 1),
     Rule(16, 512, 64, 1024, 1),
     Rule(64, 512, 32, 1024, 1),
-    Rule(64, ANY, 256, 1024, 1),
+    Rule(64, ANY, 512, 2048, 1),
     Rule(256, 256, 32, 2048, 2),
-    Rule(256, ANY, 128, 1024, 1),
-    Rule(1024, 64, 32, 8192, 4),
-    Rule(1024, 256, 64, 8192, 4),
+    Rule(256, ANY, 256, 2048, 1),
+    Rule(1024, 16, 16, 16384, 4),
+    Rule(1024, 64, 32, 4096, 4),
+    Rule(1024, 256, 64, 4096, 4),
     Rule(1024, ANY, 128, 2048, 2),
     Rule(ANY, ANY, 64, 8192, 4),
 )
 MOMENTS_4_BYTES = (
     Rule(64, ANY, 32, 2048, 2),
+    Rule(1024, 8, 8, 8192, 4),
     Rule(ANY, 64, 32, 4096, 4),
     Rule(ANY, ANY, 64, 2048, 2),
 )
 REDUCE_4_BYTES = (
     Rule(64, ANY, 32, 2048, 2),
     Rule(256, ANY, 32, 8192, 4),
+    Rule(1024, 8, 8, 8192, 4),
     Rule(1024, 64, 32, 4096, 4),
     Rule(1024, ANY, 64, 2048, 2),
     Rule(ANY, 64, 64, 4096, 8),
     Rule(ANY, ANY, 64, 4096, 4),
 )
+
+
+# Evaluation in one launch, by a program for each sample.
+SMALL_SAMPLE, LARGEST_SAMPLE = 64 << 10, 1 << 20
+"""Bytes. Up to the first, fewer launches always pay; beyond the second, caches lose the sample.
+
+Never more than 2^20 numbers: see `_pieces` in gpu_inference.py.
+"""
+PROCESSORS = 132
+"""Of an H200."""
+MOST_MODES = 8
+INFERENCE_WARPS, INFERENCE_BYTES = 8, 64
+"""Warps of a program, most bytes that a thread reads at once."""
+
+
+def one_launch(geometry: Geometry, num_modes: int) -> bool:
+    """Whether evaluation is one launch; if not, two passes with the mixing between them."""
+    size, samples = _sample_bytes(geometry), geometry.num_samples
+    if num_modes > MOST_MODES or size > LARGEST_SAMPLE:
+        return False
+    row = geometry.num_channels * geometry.dtype.itemsize
+    if geometry.channels_last and row < 32 and samples > 2 * PROCESSORS:
+        return False  # so short rows are read slowly
+    return size <= SMALL_SAMPLE or samples >= PROCESSORS // 2
+
+
+def _sample_bytes(geometry: Geometry) -> int:
+    return geometry.num_channels * geometry.num_positions * geometry.dtype.itemsize
+
+
+def inference_tile(geometry: Geometry, num_modes: int) -> Tile:
+    """The tile of evaluation in one launch; channels first, rows are pieces of up to 16 bytes.
+
+    A piece is no longer than a channel, so it has numbers of two channels at most.
+    """
+    _, channels, positions, channels_last, dtype = geometry
+    size = triton.next_power_of_2(channels * positions)
+    large = SMALL_SAMPLE if num_modes <= 2 else 4 * SMALL_SAMPLE
+    twice = not channels_last and _sample_bytes(geometry) > large
+    num_warps = min(2 * INFERENCE_WARPS if twice else INFERENCE_WARPS, max(1, size // 512))
+    most = 32 * num_warps * INFERENCE_BYTES // dtype.itemsize
+    if channels_last:
+        rows, columns = map(triton.next_power_of_2, (channels, positions))
+        return _columns_tile(rows, columns, most, most, num_warps)
+    if num_modes > 2:
+        most //= 2  # pieces have a sum for each mode
+    width = min(16 // dtype.itemsize, triton.next_power_of_2(positions + 1) // 2)
+    return Tile(min(size, most) // width, width, num_warps)
 
 
 def moments_tile(geometry: Geometry) -> Tile:
@@ -147,7 +208,7 @@ def _reduction_tile(
 def _rows_tile(rows: int, positions: int, wide: bool) -> Tile:
     """Contiguous positions: one long row, or as many short ones as one warp can hold."""
     if positions >= 2048:
-        return Tile(1, min(positions, 4096), 4)
+        return Tile(1, positions if positions <= 4096 else 1024, 4)
     if positions >= 512:
         return Tile(min(rows, 1024 // positions if wide else 2048 // positions), positions, 2)
     return Tile(min(rows, 1024 // positions), positions, 1)

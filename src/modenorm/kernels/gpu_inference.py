@@ -1,0 +1,337 @@
+"""Evaluation of a mode norm in one launch, in Triton: one program for each sample.
+
+A program reads its sample for the gate's logits, mixes the running estimates, and reads the sample
+again for the map, from the end to the start: by then caches hold the sample, or its end. The first
+time it reads a tile ahead; without that, compilers let loads wait for each other.
+
+A logit is a sum over all of x, each number times the weight of its channel, and the map
+(x − centre) · scale + shift is the same for any centre; one amid the estimates costs no digits. So
+no means are needed, and channels first a sample is one row of numbers, read in pieces of 16 bytes
+whatever the number of positions is: a piece has numbers of one channel, or of one and the next.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from modenorm.kernels.gpu_arrays import begin
+from modenorm.kernels.launch import Launch
+from modenorm.kernels.tiles import Geometry, inference_tile, power_of_two_in
+
+__all__ = ["inference_launch", "lines_shape"]
+
+
+@triton.jit
+def _inference_kernel(
+    x_ptr,  # (N, C, L), or (N, L, C) if CHANNELS_LAST
+    gate_weight_ptr,  # (K, C)
+    gate_bias_ptr,  # (K,)
+    mode_mean_ptr,  # (K, C)
+    mode_var_ptr,  # (K, C)
+    weight_ptr,  # (C,) or (K, C)
+    bias_ptr,  # (C,) or (K, C)
+    gates_ptr,  # (N, K)
+    lines_ptr,  # (N, C, 4) and 4 more: centre, scale and shift of the map, sum over positions
+    y_ptr,  # as x
+    num_channels,
+    num_positions,
+    eps,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PER_MODE: tl.constexpr,
+    NUM_MODES: tl.constexpr,
+    CENTRED: tl.constexpr,  # half types are too coarse for a centre to save any digits
+    CHANNELS_LAST: tl.constexpr,
+    SPLIT: tl.constexpr,  # channels first: a piece may have numbers of two channels
+    DIVIDES: tl.constexpr,  # channels last: C, else the size of a sample
+    BLOCK_C: tl.constexpr,  # where a thread has one channel
+    ROWS: tl.constexpr,  # of a tile: positions if CHANNELS_LAST, else pieces
+    WIDTH: tl.constexpr,  # of a tile: channels if CHANNELS_LAST, else numbers of a piece
+    OVERLAPS: tl.constexpr,
+):
+    begin(OVERLAPS)
+    sample = tl.program_id(0).to(tl.int64)
+    if CHANNELS_LAST:
+        num_channels = num_channels // DIVIDES * DIVIDES  # see _hinted in gpu.py
+        size = num_channels * num_positions
+    else:
+        size = num_channels * num_positions // DIVIDES * DIVIDES
+    x_ptr += sample * size
+    y_ptr += sample * size
+    lines_ptr += sample * num_channels * 4
+    if CHANNELS_LAST:
+        _store_sums(x_ptr, lines_ptr + 3, num_channels, num_positions, ROWS, WIDTH)
+        tl.debug_barrier()  # other threads read what was stored
+        sums = _sums_last(lines_ptr + 3, gate_weight_ptr, num_channels, NUM_MODES, BLOCK_C)
+    else:
+        sums = _sums_first(
+            x_ptr, gate_weight_ptr, num_channels, num_positions, size, NUM_MODES, SPLIT, ROWS, WIDTH
+        )
+    gates = _gates(sums, gate_bias_ptr, num_positions, NUM_MODES)
+    for mode in tl.static_range(NUM_MODES):
+        tl.store(gates_ptr + sample * NUM_MODES + mode, gates[mode])
+    for first in range(0, num_channels, BLOCK_C):
+        _store_lines(
+            first + tl.arange(0, BLOCK_C), gates, mode_mean_ptr, mode_var_ptr, weight_ptr, bias_ptr,
+            lines_ptr, num_channels, eps, HAS_WEIGHT, HAS_BIAS, PER_MODE, NUM_MODES, CENTRED,
+        )  # fmt: skip
+    tl.debug_barrier()
+    if CHANNELS_LAST:
+        _map_last(x_ptr, y_ptr, lines_ptr, num_channels, num_positions, CENTRED, ROWS, WIDTH)
+    else:
+        _map_first(
+            x_ptr, y_ptr, lines_ptr, num_channels, num_positions, size, CENTRED, SPLIT, ROWS, WIDTH
+        )
+
+
+@triton.jit
+def _zeros(NUM_MODES: tl.constexpr, ROWS: tl.constexpr):
+    sums = tl.tuple(())
+    for _ in tl.static_range(NUM_MODES):
+        sums += (tl.zeros([ROWS], tl.float32),)
+    return sums
+
+
+@triton.jit
+def _add(sums, values, gate_weight_ptr, channels, num_channels, NUM_MODES: tl.constexpr):
+    """Each mode's sum with values of some channels, times the gate's weights.
+
+    Beyond the last channel values are zero, and weights any.
+    """
+    channels = tl.minimum(channels, num_channels - 1)
+    new = tl.tuple(())
+    for mode in tl.static_range(NUM_MODES):
+        weight = tl.load(gate_weight_ptr + mode * num_channels + channels)
+        new += (sums[mode] + weight * values,)
+    return new
+
+
+@triton.jit
+def _store_sums(
+    x_ptr, sums_ptr, num_channels, num_positions, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr
+):
+    """Sums over the positions."""
+    for first in range(0, num_channels, BLOCK_C):
+        channels = first + tl.arange(0, BLOCK_C)
+        total = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
+        ahead = _load_last(x_ptr, 0, channels, num_channels, num_positions, BLOCK_P)
+        for position in range(BLOCK_P, num_positions + BLOCK_P, BLOCK_P):
+            total += ahead.to(tl.float32)
+            ahead = _load_last(x_ptr, position, channels, num_channels, num_positions, BLOCK_P)
+        tl.store(sums_ptr + channels * 4, tl.sum(total, 0), mask=channels < num_channels)
+
+
+@triton.jit
+def _load_last(x_ptr, first, channels, num_channels, num_positions, BLOCK_P: tl.constexpr):
+    positions = first + tl.arange(0, BLOCK_P)
+    mask = (positions < num_positions)[:, None] & (channels < num_channels)[None, :]
+    offs = positions[:, None] * num_channels + channels[None, :]
+    return tl.load(x_ptr + offs, mask=mask, other=0.0)
+
+
+@triton.jit
+def _sums_last(
+    sums_ptr, gate_weight_ptr, num_channels, NUM_MODES: tl.constexpr, BLOCK_C: tl.constexpr
+):
+    """Sums over a sample, one for each mode, still spread over channels."""
+    sums = _zeros(NUM_MODES, BLOCK_C)
+    for first in range(0, num_channels, BLOCK_C):
+        channels = first + tl.arange(0, BLOCK_C)
+        found = tl.load(sums_ptr + channels * 4, mask=channels < num_channels, other=0.0)
+        sums = _add(sums, found, gate_weight_ptr, channels, num_channels, NUM_MODES)
+    return sums
+
+
+@triton.jit
+def _map_last(
+    x_ptr,
+    y_ptr,
+    lines_ptr,
+    num_channels,
+    num_positions,
+    CENTRED: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    num_blocks, num_steps = tl.cdiv(num_channels, BLOCK_C), tl.cdiv(num_positions, BLOCK_P)
+    for block in range(num_blocks):
+        channels = (num_blocks - 1 - block) * BLOCK_C + tl.arange(0, BLOCK_C)
+        mask_c = channels < num_channels
+        line_ptrs = lines_ptr + channels * 4
+        scale = tl.load(line_ptrs + 1, mask=mask_c, other=0.0)[None, :]
+        shift = tl.load(line_ptrs + 2, mask=mask_c, other=0.0)[None, :]
+        if CENTRED:
+            centre = tl.load(line_ptrs, mask=mask_c, other=0.0)[None, :]
+        for step in range(num_steps):
+            positions = (num_steps - 1 - step) * BLOCK_P + tl.arange(0, BLOCK_P)
+            offs = positions[:, None] * num_channels + channels[None, :]
+            mask = (positions < num_positions)[:, None] & mask_c[None, :]
+            x = tl.load(x_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+            if CENTRED:
+                x -= centre
+            y = x * scale + shift
+            tl.store(y_ptr + offs, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _pieces(first, num_channels, num_positions, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Offsets of pieces, the channel of each one's first number, and which are of that channel.
+
+    The division is exact for samples of less than 2^20 numbers.
+    """
+    starts = first + tl.arange(0, ROWS) * WIDTH
+    channels = ((starts.to(tl.float32) + 0.5) * (1.0 / num_positions)).to(tl.int32)
+    channels = tl.minimum(channels, num_channels - 1)
+    slots = tl.arange(0, WIDTH)[None, :]
+    own = slots < ((channels + 1) * num_positions - starts)[:, None]
+    return starts[:, None] + slots, channels, own
+
+
+@triton.jit
+def _sums_first(
+    x_ptr,
+    gate_weight_ptr,
+    num_channels,
+    num_positions,
+    size,
+    NUM_MODES: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Sums over a sample, one for each mode, still spread over pieces."""
+    sums = _zeros(NUM_MODES, ROWS)
+    offs, _, _ = _pieces(0, num_channels, num_positions, ROWS, WIDTH)
+    ahead = tl.load(x_ptr + offs, mask=offs < size, other=0.0)
+    for first in range(0, size, ROWS * WIDTH):
+        offs, channels, own = _pieces(first, num_channels, num_positions, ROWS, WIDTH)
+        x = ahead.to(tl.float32)
+        offs += ROWS * WIDTH
+        ahead = tl.load(x_ptr + offs, mask=offs < size, other=0.0)
+        if SPLIT:
+            after = tl.sum(tl.where(own, 0.0, x), 1)
+            sums = _add(sums, after, gate_weight_ptr, channels + 1, num_channels, NUM_MODES)
+            x = tl.where(own, x, 0.0)
+        sums = _add(sums, tl.sum(x, 1), gate_weight_ptr, channels, num_channels, NUM_MODES)
+    return sums
+
+
+@triton.jit
+def _map_first(
+    x_ptr,
+    y_ptr,
+    lines_ptr,
+    num_channels,
+    num_positions,
+    size,
+    CENTRED: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    num_blocks = tl.cdiv(size, ROWS * WIDTH)
+    for block in range(num_blocks):
+        first = (num_blocks - 1 - block) * (ROWS * WIDTH)
+        offs, channels, own = _pieces(first, num_channels, num_positions, ROWS, WIDTH)
+        x = tl.load(x_ptr + offs, mask=offs < size, other=0.0).to(tl.float32)
+        y = _mapped(x, lines_ptr + channels * 4, CENTRED)
+        if SPLIT:
+            y = tl.where(own, y, _mapped(x, lines_ptr + channels * 4 + 4, CENTRED))
+        tl.store(y_ptr + offs, y.to(y_ptr.dtype.element_ty), mask=offs < size)
+
+
+@triton.jit
+def _mapped(x, line_ptrs, CENTRED: tl.constexpr):
+    """The map of pieces, by a line for each."""
+    if CENTRED:
+        x -= tl.load(line_ptrs)[:, None]
+    return x * tl.load(line_ptrs + 1)[:, None] + tl.load(line_ptrs + 2)[:, None]
+
+
+@triton.jit
+def _gates(sums, gate_bias_ptr, num_positions, NUM_MODES: tl.constexpr):
+    """The softmax over the modes, a number for each."""
+    logits = tl.tuple(())
+    top = float("-inf")
+    for mode in tl.static_range(NUM_MODES):
+        logit = tl.sum(sums[mode], 0) / num_positions + tl.load(gate_bias_ptr + mode)
+        top = tl.maximum(top, logit)
+        logits += (logit,)
+    total = 0.0
+    for mode in tl.static_range(NUM_MODES):
+        total += tl.exp(logits[mode] - top)
+    gates = tl.tuple(())
+    for mode in tl.static_range(NUM_MODES):
+        gates += (tl.exp(logits[mode] - top) / total,)
+    return gates
+
+
+@triton.jit
+def _store_lines(
+    channels,
+    gates,
+    mode_mean_ptr,
+    mode_var_ptr,
+    weight_ptr,
+    bias_ptr,
+    lines_ptr,
+    num_channels,
+    eps,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PER_MODE: tl.constexpr,
+    NUM_MODES: tl.constexpr,
+    CENTRED: tl.constexpr,
+):
+    """Centre, scale and shift of some channels."""
+    mask = channels < num_channels
+    centre = tl.zeros(channels.shape, tl.float32)
+    if CENTRED:
+        for mode in tl.static_range(NUM_MODES):
+            mode_mean = tl.load(
+                mode_mean_ptr + mode * num_channels + channels, mask=mask, other=0.0
+            )
+            centre += gates[mode] * mode_mean
+    scale = tl.zeros(channels.shape, tl.float32)
+    shift = tl.zeros(channels.shape, tl.float32)
+    if HAS_BIAS and not PER_MODE:
+        shift += tl.load(bias_ptr + channels, mask=mask, other=0.0)
+    for mode in tl.static_range(NUM_MODES):
+        offs = mode * num_channels + channels
+        affine = offs if PER_MODE else channels
+        mode_mean = tl.load(mode_mean_ptr + offs, mask=mask, other=0.0)
+        term = gates[mode] * tl.rsqrt(tl.load(mode_var_ptr + offs, mask=mask, other=1.0) + eps)
+        if HAS_WEIGHT:
+            term *= tl.load(weight_ptr + affine, mask=mask, other=0.0)
+        scale += term
+        shift += term * (centre - mode_mean)
+        if HAS_BIAS and PER_MODE:
+            shift += gates[mode] * tl.load(bias_ptr + affine, mask=mask, other=0.0)
+    tl.store(lines_ptr + channels * 4, centre, mask=mask)
+    tl.store(lines_ptr + channels * 4 + 1, scale, mask=mask)
+    tl.store(lines_ptr + channels * 4 + 2, shift, mask=mask)
+
+
+def inference_launch(
+    geometry: Geometry,
+    num_modes: int,
+    eps: float,
+    affine: tuple[bool, bool, bool],
+    direct: bool,
+) -> Launch:
+    """The launch for tensors of one geometry; affine: see `Mixing`, direct: see `Launch`."""
+    samples, channels, positions, channels_last, dtype = geometry
+    tile = inference_tile(geometry, num_modes)
+    rows, width = (tile.positions, tile.rows) if channels_last else (tile.rows, tile.positions)
+    split = not channels_last and positions % width != 0
+    divides = power_of_two_in(channels if channels_last else channels * positions)
+    layout = (dtype.itemsize == 4, channels_last, split, divides)
+    constants = (*affine, num_modes, *layout, 32 * tile.num_warps, rows, width)
+    sizes = (channels, positions, eps)
+    return Launch(_inference_kernel, (samples,), sizes, constants, tile.num_warps, direct)
+
+
+def lines_shape(geometry: Geometry) -> tuple[int, int]:
+    """Of the memory where programs keep what other threads of theirs read."""
+    return geometry.num_samples * geometry.num_channels + 1, 4
