@@ -15,6 +15,7 @@ import modenorm
 from modenorm.lab.bench.names import split_name
 from modenorm.lab.bench.timing import peak_memory, wall_time
 from modenorm.lab.models import create_model
+from modenorm.lab.training.step import compiled as as_kernels
 
 __all__ = ["measure_model", "model_names", "network", "training_step"]
 
@@ -97,7 +98,7 @@ def training_step(
 ) -> Callable[[], None]:
     """Forward, backward and update, with a penalty on the loss if there is one."""
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9, fused=images.is_cuda)
-    forward = torch.compile(model) if compiled else model
+    forward = as_kernels(model) if compiled else model
     kind = getattr(torch, dtype)
 
     def step() -> None:
