@@ -7,7 +7,8 @@ import torch
 import torch.nn.utils.prune
 from torch import nn
 
-from modenorm import ModeNorm2d, ModeSparsity, match_modes, prune_modes
+from modenorm import ModeNorm2d, ModeSparsity, match_modes, prune_modes, use_backend
+from modenorm.kernels import choose_backend, without_compiling
 from modenorm.resizing import combine_modes
 
 torch.set_num_threads(1)
@@ -206,3 +207,31 @@ def test_a_layer_by_itself_stays_a_mode_norm():
     report = prune_modes(layer, [x], tolerance=0.5, batchnorm=True)
     assert report.num_modes == {"": 1}
     assert "batch norm" not in str(report)
+
+
+def test_trials_compile_no_kernels():
+    """Plain operators compare models on a GPU, unless another path is forced."""
+    with without_compiling():
+        assert choose_backend(images()) == "eager"
+    with use_backend("reference"), without_compiling():
+        assert choose_backend(images()) == "reference"
+    assert choose_backend(images()) == "fused"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_pruning_on_a_gpu():
+    """As on a CPU, and without a launch for a number of modes that is only tried."""
+    from modenorm.kernels import mode_plan
+
+    found = []
+    for device in ("cpu", "cuda"):
+        model, x = small_model().to(device), images(200).to(device)
+        for _ in range(50):
+            model(x)
+        launched = set(mode_plan._plans)
+        found.append(prune_modes(model, [x], 0.05))
+        assert set(mode_plan._plans) == launched
+    cpu, gpu = found
+    assert [layer.after for layer in cpu.layers] == [layer.after for layer in gpu.layers]
+    assert gpu.change == pytest.approx(cpu.change, abs=1e-4)

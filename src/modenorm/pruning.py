@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 from modenorm.convert import acts_as_batchnorm, turn_to_batchnorm
 from modenorm.fewer_modes import LayerView, furthest, leave_shared, watching
 from modenorm.gates import LinearGate
+from modenorm.kernels import without_compiling
 from modenorm.modes import evaluating, parts_of
 from modenorm.parameters import check_optimizer, exchange_parameter
 from modenorm.pruning_report import LayerPruning, Pruning
@@ -84,6 +86,24 @@ def prune_modes(
     inputs = [parts_of(batch)[0] for batch in batches]
     if sum(map(len, inputs)) == 0:
         raise ValueError("prune_modes got no samples; give it at least one batch of model inputs")
+    with _comparing(layers.values()):
+        return _prune(model, layers, inputs, tolerance, optimizer, batchnorm)
+
+
+def _comparing(layers: Iterable[Layer]) -> AbstractContextManager[None]:
+    """On a GPU, kernels for each number of modes that is tried would take seconds to compile."""
+    on_gpu = any(parameter.is_cuda for layer in layers for parameter in layer.parameters())
+    return without_compiling() if on_gpu else nullcontext()
+
+
+def _prune(
+    model: nn.Module,
+    layers: Mapping[str, Layer],
+    inputs: Sequence[Tensor],
+    tolerance: float,
+    optimizer: Optimizer | None,
+    batchnorm: bool,
+) -> Pruning:
     views = {name: LayerView(layer) for name, layer in layers.items()}
     leave_shared(views.values())
     with watching(views.values()):

@@ -183,12 +183,20 @@ def test_results_repeat(device, channels_last):
         (140, 64, 1024, torch.float32, 2, True),
         (256, 256, 3136, torch.bfloat16, 2, False),  # leaves the caches
         (256, 1024, 196, torch.float32, 2, True),
+        (128, 64, 1024, torch.bfloat16, 8, True),
     ],
 )
 def test_when_it_is_used(samples, channels, positions, dtype, num_modes, wanted):
     for channels_last in (False, True):
         geometry = Geometry(samples, channels, positions, channels_last, dtype)
         assert one_launch(geometry, num_modes) == wanted
+
+
+def test_many_modes():
+    """Channels first, threads have a sum for each mode: large samples are left to two passes."""
+    for channels_last in (False, True):
+        geometry = Geometry(256, 1024, 196, channels_last, torch.bfloat16)
+        assert one_launch(geometry, 8) == channels_last
 
 
 def test_short_rows_of_channels():

@@ -20,7 +20,14 @@ from torch.autograd import forward_ad
 from modenorm.kernels.layout import interpreting
 from modenorm.kernels.native import library, takes
 
-__all__ = ["choose_backend", "cpu_kernels", "runs_native", "runs_triton", "use_backend"]
+__all__ = [
+    "choose_backend",
+    "cpu_kernels",
+    "runs_native",
+    "runs_triton",
+    "use_backend",
+    "without_compiling",
+]
 
 BACKENDS = ("auto", "reference", "eager", "fused")
 _forced = "auto"
@@ -60,6 +67,11 @@ class use_backend:
     ) -> None:
         global _forced
         _forced = self._before
+
+
+def without_compiling() -> use_backend:
+    """A block of plain operators, unless another path is forced: for sizes that are only tried."""
+    return use_backend("eager" if _forced == "auto" else _forced)
 
 
 def choose_backend(x: Tensor, plain_only: bool = False) -> str:

@@ -134,7 +134,10 @@ INFERENCE_WARPS, INFERENCE_BYTES = 8, 64
 def one_launch(geometry: Geometry, num_modes: int) -> bool:
     """Whether evaluation is one launch; if not, two passes with the mixing between them."""
     size, samples = _sample_bytes(geometry), geometry.num_samples
-    if num_modes > MOST_MODES or size > LARGEST_SAMPLE:
+    largest = LARGEST_SAMPLE
+    if not geometry.channels_last and num_modes > 2:  # a sum for each mode in every thread
+        largest = min(largest, 2 * SMALL_SAMPLE)
+    if num_modes > MOST_MODES or size > largest:
         return False
     row = geometry.num_channels * geometry.dtype.itemsize
     if geometry.channels_last and row < 32 and samples > 2 * PROCESSORS:
@@ -153,9 +156,8 @@ def inference_tile(geometry: Geometry, num_modes: int) -> Tile:
     """
     _, channels, positions, channels_last, dtype = geometry
     size = triton.next_power_of_2(channels * positions)
-    large = SMALL_SAMPLE if num_modes <= 2 else 4 * SMALL_SAMPLE
-    twice = not channels_last and _sample_bytes(geometry) > large
-    num_warps = min(2 * INFERENCE_WARPS if twice else INFERENCE_WARPS, max(1, size // 512))
+    large = not channels_last and num_modes <= 2 and _sample_bytes(geometry) > SMALL_SAMPLE
+    num_warps = min(2 * INFERENCE_WARPS if large else INFERENCE_WARPS, max(1, size // 512))
     most = 32 * num_warps * INFERENCE_BYTES // dtype.itemsize
     if channels_last:
         rows, columns = map(triton.next_power_of_2, (channels, positions))
