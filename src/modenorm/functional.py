@@ -132,4 +132,7 @@ def mode_group_norm(
             f"gate_weight and gate_bias have shapes {tuple(gate_weight.shape)} and "
             f"{tuple(gate_bias.shape)}; both must be (K,)"
         )
-    return normalize_channels(x, gate_weight, gate_bias, weight, bias, eps, variance)[0]
+    y, _ = normalize_channels(
+        x, gate_weight, gate_bias, weight, bias, eps, variance, gates_matter=False
+    )
+    return y

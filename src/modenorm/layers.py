@@ -378,6 +378,7 @@ class ModeGroupNorm(_Heard):
             self.bias,
             self.eps,
             self.variance,
+            gates_matter=self.gate_listener is not None,
         )
         if self.gate_listener is not None:
             self.gate_listener(used)

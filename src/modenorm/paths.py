@@ -18,6 +18,8 @@ from modenorm.buffers import recomputing
 from modenorm.checks import Options, check_input, masked
 from modenorm.gates import LinearGate
 from modenorm.kernels import (
+    channel_arrays,
+    channel_operators,
     choose_backend,
     mixing_node,
     native_node,
@@ -27,6 +29,7 @@ from modenorm.kernels import (
     runs_triton,
     streaming,
 )
+from modenorm.kernels.channel_arrays import Given
 from modenorm.kernels.layout import statistics_dtype
 from modenorm.kernels.mode_arrays import Inputs, fits
 from modenorm.mixing import RunningEstimates, autocasting, product
@@ -105,8 +108,12 @@ def normalize_channels(
     bias: Tensor | None,
     eps: float,
     variance: str,
+    gates_matter: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """`mode_group_norm` as the layer calls it: returns y and the gates, (N, C, K)."""
+    """`mode_group_norm` as the layer calls it: returns y and the gates, (N, C, K).
+
+    Gates that don't matter may have no gradient.
+    """
     check_input(x)
     dtype = statistics_dtype(x)
     gate_weight, gate_bias = gate_weight.to(dtype), gate_bias.to(dtype)
@@ -122,13 +129,14 @@ def normalize_channels(
             )
             pooled, _ = plain.moments(x, with_var=False)
             return y.to(x.dtype), torch.softmax(pooled[..., None] * gate_weight + gate_bias, -1)
-        if backend == "fused" and runs_triton(x):
-            from modenorm.kernels import fused_channels
+        if channel_arrays.fits(x, weight, bias):
+            given = Given(gate_weight, gate_bias, weight, bias, eps, variance == "pixel")
+            if backend == "fused" and runs_triton(x):
+                from modenorm.kernels import fused_channels
 
-            if fused_channels.fits(x, weight, bias):
-                return fused_channels.mode_group_norm(
-                    x, gate_weight, gate_bias, weight, bias, eps, variance == "pixel"
-                )
+                return fused_channels.mode_group_norm(x, given)
+            if torch.compiler.is_compiling() and operators.available(x):
+                return channel_operators.mode_group_norm(x, given, gates_matter)
         mean, var, _, affine = _moments(x, backend, None, with_var=variance == "pixel")
         scale, shift, gates = mixing.channel_modes(
             mean, var, gate_weight, gate_bias, weight, bias, eps

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from test_fused import layer_for, tensor
 
 import modenorm
-from modenorm.kernels import fused_channels, launch, mode_plan, stage, tiles
+from modenorm.kernels import channel_plan, launch, mode_plan, stage, tiles
 from modenorm.kernels.layout import interpreting
 from modenorm.kernels.native import library
 
@@ -123,7 +123,7 @@ class StandIn:
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    clear = (mode_plan._plans.clear, fused_channels._group_plan.cache_clear)
+    clear = (mode_plan._plans.clear, channel_plan._plan.cache_clear)
     for each in clear:
         each()
     yield StandIn(monkeypatch)

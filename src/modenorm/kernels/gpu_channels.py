@@ -11,9 +11,7 @@ import triton.language as tl
 from modenorm.kernels.gpu_arrays import begin
 from modenorm.kernels.launch import Launch
 
-__all__ = ["MAX_CHANNELS", "ChannelMixing"]
-
-MAX_CHANNELS = 8192  # a program keeps all channels of its sample in registers
+__all__ = ["ChannelMixing"]
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Many small float32 arrays in one allocation, and which arrays a mode norm keeps in such slabs."""
+"""Many small float32 arrays in one allocation, and which arrays the norms keep in such slabs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Slab", "Slot", "backward_slab", "forward_slab", "kept_slab"]
+__all__ = [
+    "Slab",
+    "Slot",
+    "backward_slab",
+    "channel_backward_slab",
+    "channel_forward_slab",
+    "channel_kept_slab",
+    "forward_slab",
+    "kept_slab",
+]
 
 
 class Slot(NamedTuple):
@@ -70,3 +79,22 @@ def backward_slab(samples: int, channels: int, modes: int) -> Slab:
     """Slope, offset and scale of dx; gradients of the modes' statistics and weights, of logits."""
     rows, table = (samples, channels), (modes, channels)
     return Slab(rows, rows, rows, table, table, table, (samples, modes))
+
+
+def channel_kept_slab(shape: tuple[int, ...], pixel: bool) -> Slab:
+    """Of a mode group norm with gates of (N, C, K): mean and variance, those of the modes."""
+    samples, channels, modes = shape
+    rows, of_modes = (samples, channels), (samples, modes)
+    return Slab(rows, rows if pixel else (1,), of_modes, of_modes)
+
+
+def channel_forward_slab(samples: int, channels: int) -> Slab:
+    """Of a mode group norm: scale and shift."""
+    return Slab((samples, channels), (samples, channels))
+
+
+def channel_backward_slab(shape: tuple[int, ...], pixel: bool) -> Slab:
+    """Of a mode group norm: gradients of scale and shift; scale, offset, slope; of the gate."""
+    samples, channels, modes = shape
+    rows = (samples, channels)
+    return Slab(rows, rows, rows, rows, rows if pixel else (1,), (samples, 2 * modes))

@@ -1,0 +1,151 @@
+"""Mode group normalization for `torch.compile` on a GPU: as operators.py has mode normalization."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modenorm.kernels import plain
+from modenorm.kernels.channel_arrays import ChannelBackward, ChannelForward, Given
+from modenorm.kernels.layout import as_dense, dense_like
+from modenorm.kernels.slab import channel_backward_slab, channel_forward_slab, channel_kept_slab
+
+__all__ = ["mode_group_norm"]
+
+
+def mode_group_norm(x: Tensor, given: Given, gates_matter: bool) -> tuple[Tensor, Tensor]:
+    """Y and the gates (N, C, K), which have a gradient only if they matter."""
+    constants = (None if p is None else p.detach() for p in given[:4])
+    gates, kept, lines = statistics(x.detach(), *constants, given.eps, given.pixel)
+    y, *used = _Map.apply(x, *given, gates, kept, lines, gates_matter)
+    return y, used[0] if used else gates
+
+
+class _Map(torch.autograd.Function):
+    """The map, with the gradient of everything that its coefficients were made from."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        gate_weight: Tensor,
+        gate_bias: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        pixel: bool,
+        gates: Tensor,
+        kept: Tensor,
+        lines: Tensor,
+        gates_matter: bool,
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, gate_weight, gate_bias, weight, bias, gates, kept)
+        ctx.eps, ctx.pixel = eps, pixel
+        mean, *_ = channel_kept_slab(gates.shape, pixel).tensors(kept)
+        y = plain.apply(x, mean, *channel_forward_slab(*x.shape[:2]).tensors(lines))
+        return (y, gates.clone()) if gates_matter else (y,)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, dused: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        x, *parameters, gates, kept = ctx.saved_tensors
+        lines, dgate, dweight, dbias = gradients(
+            dy, dused, x, *parameters, gates, kept, ctx.eps, ctx.pixel
+        )
+        slab = channel_backward_slab(gates.shape, ctx.pixel)
+        _, _, scale, offset, slope, _ = slab.tensors(lines)
+        along = x.shape[:2] + (1,) * (x.ndim - 2)
+        dx = dy * scale.view(along) + offset.view(along)
+        if ctx.pixel:
+            mean, *_ = channel_kept_slab(gates.shape, ctx.pixel).tensors(kept)
+            dx = dx + (x - mean.view(along)) * slope.view(along)
+        _, _, weight, bias = parameters
+        found = (None if weight is None else dweight, None if bias is None else dbias)
+        return plain.as_type(dx, x.dtype), dgate[0], dgate[1], *found, *(None,) * 6
+
+
+_LIBRARY = torch.library.Library("modenorm", "FRAGMENT")
+_GIVEN = "Tensor gate_weight, Tensor gate_bias, Tensor? weight, Tensor? bias"
+_LIBRARY.define(
+    f"channel_statistics(Tensor x, {_GIVEN}, float eps, bool pixel) -> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_LIBRARY.define(
+    f"channel_gradients(Tensor dy, Tensor? dgates, Tensor x, {_GIVEN}, Tensor gates, Tensor kept, "
+    "float eps, bool pixel) -> (Tensor, Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+statistics = torch.ops.modenorm.channel_statistics.default
+gradients = torch.ops.modenorm.channel_gradients.default
+
+
+@torch.library.impl(_LIBRARY, "channel_statistics", "CompositeExplicitAutograd")
+def _statistics(x: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The gates, what is kept for backward, and the map's scale and shift: two slabs."""
+    from modenorm.kernels.channel_plan import channel_plan_for
+
+    x, inputs = as_dense(x), Given(*given).contiguous()
+    plan = channel_plan_for(x, inputs)
+    gates = torch.empty(plan.gates_shape, device=x.device, dtype=torch.float32)
+    kept, lines = plan.kept.allocate(x.device), plan.forward.allocate(x.device)
+    plan.run_mix(ChannelForward(x, *inputs[:4], gates, kept, lines, None))
+    return gates, kept, lines
+
+
+@torch.library.impl(_LIBRARY, "channel_gradients", "CompositeExplicitAutograd")
+def _gradients(
+    dy: Tensor,
+    dgates: Tensor | None,
+    x: Tensor,
+    gate_weight: Tensor,
+    gate_bias: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    gates: Tensor,
+    kept: Tensor,
+    eps: float,
+    pixel: bool,
+) -> tuple[Tensor, ...]:
+    """A slab with scale, offset and slope of dx; the gate's, weight's and bias's gradients."""
+    from modenorm.kernels.channel_plan import channel_plan_for
+
+    x = as_dense(x)
+    inputs = Given(gate_weight, gate_bias, weight, bias, eps, pixel).contiguous()
+    dgates = None if dgates is None else dgates.contiguous()
+    plan = channel_plan_for(x, inputs, (gates, kept, dgates))
+    dgate, *found = _empty_gradients(x, gate_weight, weight, bias)
+    dweight, dbias = (None if p is None else d for p, d in zip((weight, bias), found, strict=True))
+    lines = plan.backward.allocate(x.device)
+    arrays = ChannelBackward(
+        dense_like(dy, x), x, inputs.gate_weight, inputs.weight, gates, dgates, kept, lines,
+        None, dgate, dweight, dbias,
+    )  # fmt: skip
+    plan.run_mix_backward[dgates is None](arrays)
+    return lines, dgate, *found
+
+
+@torch.library.register_fake("modenorm::channel_statistics", lib=_LIBRARY)
+def _(x: Tensor, gate_weight: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    samples, channels, pixel = x.shape[0], x.shape[1], given[-1]
+    shape = (samples, channels, gate_weight.shape[0])
+    gates = torch.empty(shape, device=x.device, dtype=torch.float32)
+    kept = channel_kept_slab(shape, pixel).allocate(x.device)
+    return gates, kept, channel_forward_slab(samples, channels).allocate(x.device)
+
+
+@torch.library.register_fake("modenorm::channel_gradients", lib=_LIBRARY)
+def _(
+    dy: Tensor, dgates: Tensor | None, x: Tensor, gate_weight: Tensor, *given: Any
+) -> tuple[Tensor, ...]:
+    _, weight, bias, gates, _, _, pixel = given
+    lines = channel_backward_slab(gates.shape, pixel).allocate(x.device)
+    return lines, *_empty_gradients(x, gate_weight, weight, bias)
+
+
+def _empty_gradients(
+    x: Tensor, gate_weight: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> list[Tensor]:
+    """Memory for gradients of the gate, the weight and the bias, of no size where there is none."""
+    shapes = [(2, *gate_weight.shape), *((0,) if p is None else p.shape for p in (weight, bias))]
+    return [torch.empty(shape, device=x.device, dtype=torch.float32) for shape in shapes]
