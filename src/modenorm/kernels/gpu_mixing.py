@@ -90,6 +90,7 @@ def _statistics_kernel(
     USAGE: tl.constexpr,
     HAS_TRACKED: tl.constexpr,
     HAS_SHARE: tl.constexpr,
+    SINGLE: tl.constexpr,  # one tile holds all samples
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -99,31 +100,41 @@ def _statistics_kernel(
     mode = tl.program_id(1)
     channels = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask_c = channels < num_channels
-    masses = tl.zeros([BLOCK_N], tl.float32)
-    finites = tl.full([BLOCK_N], 1.0, tl.float32)
-    sums = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
-    for start in range(0, num_samples, BLOCK_N):
-        samples = start + tl.arange(0, BLOCK_N)
-        mask_n = samples < num_samples
-        gates = tl.load(gates_ptr + samples * num_modes + mode, mask=mask_n, other=0.0)
-        mean = load_rows(mean_ptr, samples, channels, mask_n, mask_c, num_channels)
-        masses += gates
-        sums += gates[:, None] * mean
-        if UPDATE:
-            flags = tl.load(finite_ptr + samples, mask=mask_n, other=1.0)
+    samples = tl.arange(0, BLOCK_N)
+    gates, finites, mean = _of_samples(
+        samples, mode, channels, mask_c, gates_ptr, finite_ptr, mean_ptr,
+        num_samples, num_channels, num_modes, UPDATE,
+    )  # fmt: skip
+    if SINGLE:
+        var = load_rows(var_ptr, samples, channels, samples < num_samples, mask_c, num_channels)
+    masses = gates
+    sums = gates[:, None] * mean
+    if not SINGLE:
+        for start in range(BLOCK_N, num_samples, BLOCK_N):
+            more, flags, means = _of_samples(
+                start + samples, mode, channels, mask_c, gates_ptr, finite_ptr, mean_ptr,
+                num_samples, num_channels, num_modes, UPDATE,
+            )  # fmt: skip
+            masses += more
+            sums += more[:, None] * means
             finites = tl.minimum(finites, flags)
     mass = tl.sum(masses, 0)
     divisor = tl.maximum(mass, TINY)
     mode_mean = tl.sum(sums, 0) / divisor
-    sums = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
-    for start in range(0, num_samples, BLOCK_N):
-        samples = start + tl.arange(0, BLOCK_N)
-        mask_n = samples < num_samples
-        gates = tl.load(gates_ptr + samples * num_modes + mode, mask=mask_n, other=0.0)
-        mean = load_rows(mean_ptr, samples, channels, mask_n, mask_c, num_channels)
-        var = load_rows(var_ptr, samples, channels, mask_n, mask_c, num_channels)
+    if SINGLE:
         apart = mean - mode_mean[None, :]
-        sums += gates[:, None] * (var + apart * apart)
+        sums = gates[:, None] * (var + apart * apart)
+    else:
+        sums = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
+        for start in range(0, num_samples, BLOCK_N):
+            gates, _, mean = _of_samples(
+                start + samples, mode, channels, mask_c, gates_ptr, finite_ptr, mean_ptr,
+                num_samples, num_channels, num_modes, False,
+            )  # fmt: skip
+            mask_n = start + samples < num_samples
+            var = load_rows(var_ptr, start + samples, channels, mask_n, mask_c, num_channels)
+            apart = mean - mode_mean[None, :]
+            sums += gates[:, None] * (var + apart * apart)
     mode_var = tl.sum(sums, 0) / divisor
     offs = mode * num_channels + channels
     tl.store(mode_mean_ptr + offs, mode_mean, mask=mask_c)
@@ -147,6 +158,29 @@ def _statistics_kernel(
             if HAS_SHARE and mass * finite >= TINY:
                 share = tl.load(running_share_ptr + mode) + mass / num_samples
                 tl.store(running_share_ptr + mode, share)
+
+
+@triton.jit
+def _of_samples(
+    samples,
+    mode,
+    channels,
+    mask_c,
+    gates_ptr,
+    finite_ptr,
+    mean_ptr,
+    num_samples,
+    num_channels,
+    num_modes,
+    FLAGS: tl.constexpr,
+):
+    """Gates of a mode, flags of finite samples, and means of a block of channels."""
+    mask_n = samples < num_samples
+    gates = tl.load(gates_ptr + samples * num_modes + mode, mask=mask_n, other=0.0)
+    flags = tl.full(samples.shape, 1.0, tl.float32)
+    if FLAGS:
+        flags = tl.load(finite_ptr + samples, mask=mask_n, other=1.0)
+    return gates, flags, load_rows(mean_ptr, samples, channels, mask_n, mask_c, num_channels)
 
 
 @triton.jit
@@ -287,7 +321,7 @@ class Mixing:
             _statistics_kernel,
             by_mode,
             (*sizes, momentum),
-            (*running, walk, block),
+            (*running, walk >= num_samples, walk, block),
             4 if many else 8,
             direct,
         )
@@ -312,7 +346,7 @@ class Mixing:
                 samples_backward_kernel,
                 (num_samples,),
                 (num_channels, num_modes, num_positions, eps),
-                (*affine, has_gate, extra, modes, less_wide),
+                (*affine, has_gate, extra, less_wide >= num_channels, modes, less_wide),
                 less_wide_warps,
                 direct,
             )

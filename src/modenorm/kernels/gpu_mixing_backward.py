@@ -103,6 +103,7 @@ def samples_backward_kernel(
     PER_MODE: tl.constexpr,
     HAS_GATE: tl.constexpr,
     HAS_EXTRA: tl.constexpr,
+    SINGLE: tl.constexpr,  # one tile holds all channels
     BLOCK_K: tl.constexpr,
     BLOCK_C: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -113,27 +114,31 @@ def samples_backward_kernel(
     modes = tl.arange(0, BLOCK_K)
     mask_k = modes < num_modes
     gates = tl.load(gates_ptr + sample * num_modes + modes, mask=mask_k, other=0.0)
-    sums = tl.zeros([BLOCK_K, BLOCK_C], tl.float32)
-    for start in range(0, num_channels, BLOCK_C):
-        channels = start + tl.arange(0, BLOCK_C)
-        mask_c = channels < num_channels
-        offs, offs_kc = sample * num_channels + channels, modes[:, None] * num_channels + channels
-        mask_kc = mask_k[:, None] & mask_c[None, :]
-        mean = tl.load(mean_ptr + offs, mask=mask_c, other=0.0)[None, :]
-        var = tl.load(var_ptr + offs, mask=mask_c, other=0.0)[None, :]
-        dscale = tl.load(dscale_ptr + offs, mask=mask_c, other=0.0)[None, :]
-        dshift = tl.load(dshift_ptr + offs, mask=mask_c, other=0.0)[None, :]
-        mode_var = tl.load(mode_var_ptr + offs_kc, mask=mask_kc, other=0.0)
-        apart = mean - tl.load(mode_mean_ptr + offs_kc, mask=mask_kc, other=0.0)
-        inverse = tl.rsqrt(mode_var + eps)
-        if HAS_WEIGHT:
-            inverse *= load_affine(weight_ptr, channels, mask_c, offs_kc, mask_kc, PER_MODE)
-        u = tl.load(u_ptr + offs_kc, mask=mask_kc, other=0.0)
-        s = tl.load(s_ptr + offs_kc, mask=mask_kc, other=0.0)
-        sums += inverse * (dscale + dshift * apart) + u * apart
-        sums += s * (var + apart * apart - mode_var)
-        if HAS_BIAS and PER_MODE:
-            sums += dshift * load_affine(bias_ptr, channels, mask_c, offs_kc, mask_kc, PER_MODE)
+    mean_ptr += sample * num_channels
+    var_ptr += sample * num_channels
+    dscale_ptr += sample * num_channels
+    dshift_ptr += sample * num_channels
+    scale_ptr += sample * num_channels
+    channels = tl.arange(0, BLOCK_C)
+    lines = _mode_lines(
+        channels, modes, mask_k, mode_mean_ptr, mode_var_ptr, u_ptr, s_ptr, weight_ptr,
+        num_channels, eps, HAS_WEIGHT, PER_MODE,
+    )  # fmt: skip
+    sums = _gate_terms(
+        lines, channels, modes, mask_k, mean_ptr, var_ptr, dscale_ptr, dshift_ptr, bias_ptr,
+        num_channels, HAS_BIAS and PER_MODE,
+    )  # fmt: skip
+    if not SINGLE:
+        for start in range(BLOCK_C, num_channels, BLOCK_C):
+            more = start + channels
+            lines = _mode_lines(
+                more, modes, mask_k, mode_mean_ptr, mode_var_ptr, u_ptr, s_ptr, weight_ptr,
+                num_channels, eps, HAS_WEIGHT, PER_MODE,
+            )  # fmt: skip
+            sums += _gate_terms(
+                lines, more, modes, mask_k, mean_ptr, var_ptr, dscale_ptr, dshift_ptr, bias_ptr,
+                num_channels, HAS_BIAS and PER_MODE,
+            )  # fmt: skip
     dgates = tl.sum(sums, 1)
     if HAS_EXTRA:
         dgates += tl.load(extra_ptr + sample * num_modes + modes, mask=mask_k, other=0.0)
@@ -141,27 +146,113 @@ def samples_backward_kernel(
     if HAS_GATE:
         dlogits = gates * (dgates - tl.sum(gates * dgates, 0))
     tl.store(dlogits_ptr + sample * num_modes + modes, dlogits, mask=mask_k)
+    if SINGLE:
+        _store_lines(
+            lines, gates, dlogits, channels, modes, mask_k, mean_ptr, gate_weight_ptr,
+            dscale_ptr, dshift_ptr, scale_ptr, num_channels, num_positions, HAS_GATE,
+        )  # fmt: skip
+    else:
+        for start in range(0, num_channels, BLOCK_C):
+            more = start + channels
+            lines = _mode_lines(
+                more, modes, mask_k, mode_mean_ptr, mode_var_ptr, u_ptr, s_ptr, weight_ptr,
+                num_channels, eps, HAS_WEIGHT, PER_MODE,
+            )  # fmt: skip
+            _store_lines(
+                lines, gates, dlogits, more, modes, mask_k, mean_ptr, gate_weight_ptr,
+                dscale_ptr, dshift_ptr, scale_ptr, num_channels, num_positions, HAS_GATE,
+            )  # fmt: skip
 
-    for start in range(0, num_channels, BLOCK_C):
-        channels = start + tl.arange(0, BLOCK_C)
-        mask_c = channels < num_channels
-        offs, offs_kc = sample * num_channels + channels, modes[:, None] * num_channels + channels
-        mask_kc = mask_k[:, None] & mask_c[None, :]
-        mean = tl.load(mean_ptr + offs, mask=mask_c, other=0.0)[None, :]
-        inverse = tl.rsqrt(tl.load(mode_var_ptr + offs_kc, mask=mask_kc, other=0.0) + eps)
-        if HAS_WEIGHT:
-            inverse *= load_affine(weight_ptr, channels, mask_c, offs_kc, mask_kc, PER_MODE)
-        apart = mean - tl.load(mode_mean_ptr + offs_kc, mask=mask_kc, other=0.0)
-        u = tl.load(u_ptr + offs_kc, mask=mask_kc, other=0.0)
-        s = tl.load(s_ptr + offs_kc, mask=mask_kc, other=0.0)
-        pulls = gates[:, None] * (u + 2.0 * s * apart)
-        if HAS_GATE:
-            weight = tl.load(gate_weight_ptr + offs_kc, mask=mask_kc, other=0.0)
-            pulls += dlogits[:, None] * weight
-        slope = tl.sum(gates[:, None] * s, 0) * (2.0 / num_positions)
-        tl.store(scale_ptr + offs, tl.sum(gates[:, None] * inverse, 0), mask=mask_c)
-        tl.store(dscale_ptr + offs, slope, mask=mask_c)
-        tl.store(dshift_ptr + offs, tl.sum(pulls, 0) / num_positions, mask=mask_c)
+
+@triton.jit
+def _mode_lines(
+    channels,
+    modes,
+    mask_k,
+    mode_mean_ptr,
+    mode_var_ptr,
+    u_ptr,
+    s_ptr,
+    weight_ptr,
+    num_channels,
+    eps,
+    HAS_WEIGHT: tl.constexpr,
+    PER_MODE: tl.constexpr,
+):
+    """Of some channels (K, C): the modes' mean and variance, weight over deviation, U and S."""
+    mask_c = channels < num_channels
+    offs = modes[:, None] * num_channels + channels[None, :]
+    mask = mask_k[:, None] & mask_c[None, :]
+    mode_mean = tl.load(mode_mean_ptr + offs, mask=mask, other=0.0)
+    mode_var = tl.load(mode_var_ptr + offs, mask=mask, other=0.0)
+    inverse = tl.rsqrt(mode_var + eps)
+    if HAS_WEIGHT:
+        inverse *= load_affine(weight_ptr, channels, mask_c, offs, mask, PER_MODE)
+    u = tl.load(u_ptr + offs, mask=mask, other=0.0)
+    s = tl.load(s_ptr + offs, mask=mask, other=0.0)
+    return mode_mean, mode_var, inverse, u, s
+
+
+@triton.jit
+def _gate_terms(
+    lines,
+    channels,
+    modes,
+    mask_k,
+    mean_ptr,
+    var_ptr,
+    dscale_ptr,
+    dshift_ptr,
+    bias_ptr,
+    num_channels,
+    BIASES: tl.constexpr,
+):
+    """What the gates' gradients are sums of over the channels, (K, C)."""
+    mode_mean, mode_var, inverse, u, s = lines
+    mask_c = channels < num_channels
+    mean = tl.load(mean_ptr + channels, mask=mask_c, other=0.0)[None, :]
+    var = tl.load(var_ptr + channels, mask=mask_c, other=0.0)[None, :]
+    dscale = tl.load(dscale_ptr + channels, mask=mask_c, other=0.0)[None, :]
+    dshift = tl.load(dshift_ptr + channels, mask=mask_c, other=0.0)[None, :]
+    apart = mean - mode_mean
+    terms = inverse * (dscale + dshift * apart) + u * apart + s * (var + apart * apart - mode_var)
+    if BIASES:
+        offs = modes[:, None] * num_channels + channels[None, :]
+        mask = mask_k[:, None] & mask_c[None, :]
+        terms += dshift * tl.load(bias_ptr + offs, mask=mask, other=0.0)
+    return terms
+
+
+@triton.jit
+def _store_lines(
+    lines,
+    gates,
+    dlogits,
+    channels,
+    modes,
+    mask_k,
+    mean_ptr,
+    gate_weight_ptr,
+    dscale_ptr,
+    dshift_ptr,
+    scale_ptr,
+    num_channels,
+    num_positions,
+    HAS_GATE: tl.constexpr,
+):
+    """Slope, offset and scale of dx in some channels; the first two in place of A and D."""
+    mode_mean, _, inverse, u, s = lines
+    mask_c = channels < num_channels
+    apart = tl.load(mean_ptr + channels, mask=mask_c, other=0.0)[None, :] - mode_mean
+    pulls = gates[:, None] * (u + 2.0 * s * apart)
+    if HAS_GATE:
+        offs = modes[:, None] * num_channels + channels[None, :]
+        mask = mask_k[:, None] & mask_c[None, :]
+        pulls += dlogits[:, None] * tl.load(gate_weight_ptr + offs, mask=mask, other=0.0)
+    slope = tl.sum(gates[:, None] * s, 0) * (2.0 / num_positions)
+    tl.store(scale_ptr + channels, tl.sum(gates[:, None] * inverse, 0), mask=mask_c)
+    tl.store(dscale_ptr + channels, slope, mask=mask_c)
+    tl.store(dshift_ptr + channels, tl.sum(pulls, 0) / num_positions, mask=mask_c)
 
 
 @triton.jit
