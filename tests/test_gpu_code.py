@@ -135,6 +135,21 @@ def test_evaluation_reads_wide(shape, channels_last, dtype, monkeypatch, tmp_pat
         assert done.metadata.shared < 4 * tile.rows
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_flat_maps_read_wide(dtype, monkeypatch, tmp_path):
+    """Rows of 49 numbers, 16 bytes at once; nothing is spilled."""
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    monkeypatch.setattr(launches, "can_overlap", lambda: True)
+    passes = Passes(Geometry(256, 2048, 49, False, dtype))
+    for launch, tensors in ((passes.apply, 1), (passes.apply_backward, 2)):
+        done = compile_for(launch, 90, "bf16" if dtype.itemsize == 2 else "fp32")
+        assert resources(done, tmp_path)["STACK"] == 0
+        vectors = 1024 * dtype.itemsize // 16 // (32 * launch.options["num_warps"])
+        ptx = done.asm["ptx"]
+        assert ptx.count("st.global.v4.b32") == max(1, vectors)
+        assert ptx.count("ld.global.v4.b32") == tensors * max(1, vectors)
+
+
 @pytest.mark.parametrize("affine", [(False, False, False), (True, True, False), (True, True, True)])
 def test_parts_of_the_mixing_compile(affine, monkeypatch):
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")

@@ -79,7 +79,7 @@ class ChannelPlan:
         mean, *_ = split(self.kept, arrays.kept)
         _, _, scale, offset, slope, _ = split(self.backward, arrays.scratch)
         passes = self.passes
-        launch = passes.apply_backward if self.pixel else passes.apply_backward_flat
+        launch = passes.apply_backward if self.pixel else passes.apply_backward_without_x
         launch(stream, arrays.dy, arrays.x, mean, scale, slope, offset, arrays.dx)
 
     def _parameters_backward(self, stream: Stream, split: Split, arrays: ChannelBackward) -> None:

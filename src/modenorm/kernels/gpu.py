@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from modenorm.kernels.gpu_arrays import begin
+from modenorm.kernels.gpu_flat_maps import flat_apply, flat_apply_backward
 from modenorm.kernels.launch import Launch, current_stream
 from modenorm.kernels.layout import as_planes, planes_like
 from modenorm.kernels.tiles import Geometry, Tile, map_tile, moments_tile, reduce_tile
@@ -275,10 +276,15 @@ class Passes:
         self.moments = self._reduction(_moments_kernel, tile, (True,))
         self.mean = self._reduction(_moments_kernel, tile, (False,))
         self.reduce_backward = self._reduction(_reduce_backward_kernel, reduce_tile(geometry), ())
-        self.apply = self._map(_apply_kernel, map_tile(geometry, False), ())
-        tile = map_tile(geometry, True)
-        self.apply_backward = self._map(_apply_backward_kernel, tile, (True,))
-        self.apply_backward_flat = self._map(_apply_backward_kernel, tile, (False,))
+        if geometry.is_ragged:
+            self.apply = flat_apply(geometry, direct)
+            self.apply_backward = flat_apply_backward(geometry, True, direct)
+            self.apply_backward_without_x = flat_apply_backward(geometry, False, direct)
+        else:
+            self.apply = self._map(_apply_kernel, map_tile(geometry, False), ())
+            tile = map_tile(geometry, True)
+            self.apply_backward = self._map(_apply_backward_kernel, tile, (True,))
+            self.apply_backward_without_x = self._map(_apply_backward_kernel, tile, (False,))
 
     def _reduction(self, kernel: Any, tile: Tile, flags: tuple[bool, ...]) -> Launch:
         """A pass whose programs walk along the positions of their rows."""

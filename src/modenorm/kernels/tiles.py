@@ -48,6 +48,13 @@ class Geometry(NamedTuple):
             return power_of_two_in(self.num_channels), 1
         return 1, power_of_two_in(self.num_positions)
 
+    @property
+    def is_ragged(self) -> bool:
+        """Whether rows of positions are short and no multiple of 16 bytes."""
+        if self.channels_last or not 16 <= self.num_positions < 512:
+            return False
+        return self.num_positions * self.dtype.itemsize % 16 != 0
+
 
 def power_of_two_in(number: int) -> int:
     """The largest power of two up to 16 that divides a number."""
