@@ -115,13 +115,22 @@ def _headline_table(rows: list[Row]) -> Table:
     return Table(caption, header, lines, _conditions(rows))
 
 
+def _steps_table(rows: list[Row]) -> Table:
+    caption = "A training step of a network, by norm"
+    norms = list(dict.fromkeys(row["norm"] for row in rows))
+    header = ["training step, ms", *map(_name, norms)]
+    found = {(_network_name(row), row["norm"]): f"{row['step_us'] / 1e3:.1f}" for row in rows}
+    names = dict.fromkeys(map(_network_name, rows))
+    lines = [[name, *(found.get((name, norm), "") for norm in norms)] for name in names]
+    return Table(caption, header, lines, _conditions(rows))
+
+
 def _model_table(rows: list[Row]) -> Table:
     caption = "A training step of a network"
     header = ["network", "norm", "step ms", "× BN", "images/s", "memory × BN"]
     lines = [
         [
-            f"{row['model']}, N={row['batch']}, {row['size']}², {row['dtype']}, "
-            + ("compiled" if row["compiled"] else "eager"),
+            _network_name(row),
             _name(row["norm"]),
             f"{row['step_us'] / 1e3:.1f}",
             _ratio(row["to_bn"]),
@@ -195,6 +204,11 @@ def _sparsity_table(rows: list[Row]) -> Table:
     return Table(caption, header, lines, _conditions(rows))
 
 
+def _network_name(row: Row) -> str:
+    mode = "compiled" if row["compiled"] else "eager"
+    return f"{row['model']}, N={row['batch']}, {row['size']}², {row['dtype']}, {mode}"
+
+
 def _training_name(row: Row) -> str:
     name = f"{row['model']}, N={row['batch']}, {row['size']}², {row['dtype']}, "
     if row.get("images", "noise") != "noise":
@@ -207,6 +221,7 @@ TABLES: dict[str, Callable[[list[Row]], Table]] = {
     "eager": _eager_table,
     "headline": _headline_table,
     "model": _model_table,
+    "steps": _steps_table,
     "sparsity": _sparsity_table,
     "sync": _sync_table,
     "train": _train_table,
