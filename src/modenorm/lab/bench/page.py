@@ -228,7 +228,7 @@ TABLES: dict[str, Callable[[list[Row]], Table]] = {
 }
 KNOWN_BY = {
     "layout": ("headline", "layer", "eager"),
-    "compiled": ("model",),
+    "compiled": ("steps", "model"),
     "penalty_us": ("sparsity",),
     "shared_us": ("sync",),
     "speed_to_first": ("train",),
