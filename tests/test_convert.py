@@ -11,7 +11,7 @@ from torch import nn
 
 import modenorm
 from compare import assert_close
-from modenorm import replace_batchnorm, to_batchnorm
+from modenorm import match_modes, prune_modes, replace_batchnorm, to_batchnorm
 from modenorm.substitutes import ModeNormNd
 from small_models import BATCHNORMS, INPUTS, images, small_model, trained
 
@@ -252,3 +252,26 @@ def test_a_batch_norm_checkpoint_loads_after_conversion():
     replace_batchnorm(model, 3)
     model.load_state_dict(source.state_dict())
     assert_close(model(x), source(x), 1e-5)
+
+
+@pytest.mark.parametrize("change", ["replace", "back", "prune", "match"])
+def test_changed_in_inference_mode(change):
+    """What is made there can be trained afterwards all the same."""
+    model, x = small_model(), images()
+    if change != "replace":
+        replace_batchnorm(model, 3)
+        model(x)
+    with torch.inference_mode():
+        if change == "replace":
+            replace_batchnorm(model, 3)
+        elif change == "back":
+            assert to_batchnorm(model, tolerance=1e9)
+        elif change == "prune":
+            assert any(layer.after < layer.before for layer in prune_modes(model, [x], 1e9).layers)
+        else:
+            other = small_model()
+            replace_batchnorm(other, 2)
+            assert match_modes(model, other.state_dict())
+    model.train()
+    model(x).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())

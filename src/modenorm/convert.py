@@ -80,6 +80,7 @@ class Options(NamedTuple):
     running_update: str
 
 
+@torch.inference_mode(False)  # parameters made in it could not be trained
 def replace_batchnorm(
     model: nn.Module,
     num_modes: int | Mapping[str, int] = 2,
@@ -160,6 +161,7 @@ def replace_batchnorm(
     return {name: replaced[module] for module, name in found.items()}
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def to_batchnorm(model: nn.Module, tolerance: float = 0.0) -> dict[str, nn.Module]:
     """Replace mode norms that act as batch norms by batch norms, in place.

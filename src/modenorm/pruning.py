@@ -33,6 +33,7 @@ __all__ = ["DEFAULT_TOLERANCE", "LayerPruning", "Pruning", "prune_modes"]
 DEFAULT_TOLERANCE = 0.05
 
 
+@torch.inference_mode(False)  # parameters made in it could not be trained
 @torch.no_grad()
 def prune_modes(
     model: nn.Module,

@@ -262,6 +262,7 @@ def close_modes(model: nn.Module, pruned: nn.Module) -> list[nn.Parameter]:
     return changed
 
 
+@torch.inference_mode(False)
 def match_modes(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     """Give a model's layers the numbers of modes that a state dict has, so that it can be loaded.
 
