@@ -90,7 +90,6 @@ def _statistics_kernel(
     USAGE: tl.constexpr,
     HAS_TRACKED: tl.constexpr,
     HAS_SHARE: tl.constexpr,
-    SINGLE: tl.constexpr,  # one tile holds all samples
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -101,40 +100,36 @@ def _statistics_kernel(
     channels = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask_c = channels < num_channels
     samples = tl.arange(0, BLOCK_N)
+    # the first tile, often the only one, is kept for the second sum
     gates, finites, mean = _of_samples(
         samples, mode, channels, mask_c, gates_ptr, finite_ptr, mean_ptr,
         num_samples, num_channels, num_modes, UPDATE,
     )  # fmt: skip
-    if SINGLE:
-        var = load_rows(var_ptr, samples, channels, samples < num_samples, mask_c, num_channels)
+    var = load_rows(var_ptr, samples, channels, samples < num_samples, mask_c, num_channels)
     masses = gates
     sums = gates[:, None] * mean
-    if not SINGLE:
-        for start in range(BLOCK_N, num_samples, BLOCK_N):
-            more, flags, means = _of_samples(
-                start + samples, mode, channels, mask_c, gates_ptr, finite_ptr, mean_ptr,
-                num_samples, num_channels, num_modes, UPDATE,
-            )  # fmt: skip
-            masses += more
-            sums += more[:, None] * means
-            finites = tl.minimum(finites, flags)
+    for start in range(BLOCK_N, num_samples, BLOCK_N):
+        more, flags, means = _of_samples(
+            start + samples, mode, channels, mask_c, gates_ptr, finite_ptr, mean_ptr,
+            num_samples, num_channels, num_modes, UPDATE,
+        )  # fmt: skip
+        masses += more
+        sums += more[:, None] * means
+        finites = tl.minimum(finites, flags)
     mass = tl.sum(masses, 0)
     divisor = tl.maximum(mass, TINY)
     mode_mean = tl.sum(sums, 0) / divisor
-    if SINGLE:
-        apart = mean - mode_mean[None, :]
-        sums = gates[:, None] * (var + apart * apart)
-    else:
-        sums = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
-        for start in range(0, num_samples, BLOCK_N):
-            gates, _, mean = _of_samples(
-                start + samples, mode, channels, mask_c, gates_ptr, finite_ptr, mean_ptr,
-                num_samples, num_channels, num_modes, False,
-            )  # fmt: skip
-            mask_n = start + samples < num_samples
-            var = load_rows(var_ptr, start + samples, channels, mask_n, mask_c, num_channels)
-            apart = mean - mode_mean[None, :]
-            sums += gates[:, None] * (var + apart * apart)
+    apart = mean - mode_mean[None, :]
+    sums = gates[:, None] * (var + apart * apart)
+    for start in range(BLOCK_N, num_samples, BLOCK_N):
+        more, _, means = _of_samples(
+            start + samples, mode, channels, mask_c, gates_ptr, finite_ptr, mean_ptr,
+            num_samples, num_channels, num_modes, False,
+        )  # fmt: skip
+        mask_n = start + samples < num_samples
+        variances = load_rows(var_ptr, start + samples, channels, mask_n, mask_c, num_channels)
+        apart = means - mode_mean[None, :]
+        sums += more[:, None] * (variances + apart * apart)
     mode_var = tl.sum(sums, 0) / divisor
     offs = mode * num_channels + channels
     tl.store(mode_mean_ptr + offs, mode_mean, mask=mask_c)
@@ -321,7 +316,7 @@ class Mixing:
             _statistics_kernel,
             by_mode,
             (*sizes, momentum),
-            (*running, walk >= num_samples, walk, block),
+            (*running, walk, block),
             4 if many else 8,
             direct,
         )
