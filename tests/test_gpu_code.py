@@ -16,7 +16,7 @@ from modenorm.kernels.layout import interpreting  # noqa: E402
 if interpreting():
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from modenorm.kernels import gpu_mixing_parts  # noqa: E402
+from modenorm.kernels import gpu_entropy, gpu_mixing_parts  # noqa: E402
 from modenorm.kernels import launch as launches  # noqa: E402
 from modenorm.kernels.gpu import Geometry, Passes  # noqa: E402
 from modenorm.kernels.gpu_channels import ChannelMixing  # noqa: E402
@@ -157,6 +157,15 @@ def test_parts_of_the_mixing_compile(affine, monkeypatch):
     parts = gpu_mixing_parts._launches.__wrapped__((8, 24, 3), 1e-5, affine, 0, True)
     for launch in all_launches(parts):
         assert "griddepcontrol.wait" in compile_for(launch, 90).asm["ptx"], launch.kernel.__name__
+
+
+@pytest.mark.parametrize("sizes", [(4, 128, 8), (53, 256, 8), (3, 5000, 64), (1, 7, 2)], ids=str)
+def test_entropies_compile(sizes, monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    monkeypatch.setattr(launches, "can_overlap", lambda: True)
+    done = compile_for(gpu_entropy._launch.__wrapped__(*sizes, 1.0, 1e-30, 0, True), 90)
+    assert "griddepcontrol.wait" in done.asm["ptx"]
+    assert resources(done, tmp_path)["STACK"] == 0
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from modenorm.checks import check_choice
 from modenorm.gates import LinearGate
+from modenorm.kernels.entropy import usage_entropy
 from modenorm.layers import GateListener, ModeNorm
 from modenorm.modes import SMALLEST_GATE
 from modenorm.recording import listening, mode_layers
@@ -160,10 +161,7 @@ class ModeSparsity(nn.Module):
         self.forget()
         if times == 0:
             return torch.zeros_like(self.strength)
-        usage = torch.cat([gates.mean(0) for gates in heard])
-        # a mode without any sample has no entropy, and no gradient either
-        entropy = torch.special.entr(usage.clamp_min(SMALLEST_GATE)).sum()
-        return self.strength * entropy * times
+        return usage_entropy(heard, self.strength, times, SMALLEST_GATE)
 
     def _times(self) -> int:
         """How many times as strong this call is as the strength says."""

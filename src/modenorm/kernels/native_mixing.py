@@ -1,4 +1,4 @@
-"""The mixing in C (cpu_mixing.c), float32. Same functions as kernels/mixing_parts.py."""
+"""The mixing in C (cpu_mixing.c), float32: the functions of mixing_parts.py, and the entropies."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from modenorm.kernels.native import call
 
-__all__ = ["coefficients", "mode_gradients", "sample_gradients", "statistics"]
+__all__ = ["coefficients", "entropies", "mode_gradients", "sample_gradients", "statistics"]
 
 
 def statistics(mean: Tensor, var: Tensor, gates: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -81,6 +81,15 @@ def sample_gradients(
     outputs = (dmean, dvar, dgates)
     call("sample_gradients", inputs, outputs, _step(bias), *mean.shape, gates.shape[1])
     return dmean, dvar, dgates
+
+
+def entropies(
+    gates: Tensor, strength: Tensor, times: float, smallest: float
+) -> tuple[Tensor, Tensor]:
+    """The weighted sum of entropies of gates, (layers, N, K), and its slopes, (layers, K)."""
+    value, slopes = torch.empty_like(strength), gates.new_empty(gates.shape[0], gates.shape[2])
+    call("entropies", (gates, strength), (value, slopes), float(times), smallest, *gates.shape)
+    return value, slopes
 
 
 def _like(array: Tensor) -> Tensor:

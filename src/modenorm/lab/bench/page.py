@@ -189,7 +189,7 @@ def _train_table(rows: list[Row]) -> Table:
 
 def _sparsity_table(rows: list[Row]) -> Table:
     caption = "What the penalty on modes costs"
-    header = ["training step", "method", "step µs", "penalty µs", "% of it", "% of a training"]
+    header = ["training step", "method", "step µs", "penalty µs", "% of it"]
     lines = [
         [
             f"{row['model']}, N={row['batch']}, {row['size']}², {row['dtype']}, "
@@ -198,7 +198,6 @@ def _sparsity_table(rows: list[Row]) -> Table:
             _us(row["plain_us"]),
             _us(row["penalty_us"]),
             _with_error(row["percent_of_step"], row["percent_of_step_within"]),
-            f"{row['percent_of_training']:.2f}",
         ]
         for row in rows
     ]

@@ -54,16 +54,15 @@ def _capture(step: Step) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def captured(step: Step) -> Step:
-    """The step as a CUDA graph, which costs the host nothing; on a CPU the step itself."""
-    if not torch.cuda.is_available():
-        return step
-    return partial(_replay, _capture(step), step)
+def captured(step: Step, replays: int = 1) -> Step:
+    """The step as a CUDA graph, which costs the host nothing, replayed so many times in a call."""
+    return partial(_replay, _capture(step), step, replays)
 
 
-def _replay(graph: torch.cuda.CUDAGraph, _: Step) -> None:
+def _replay(graph: torch.cuda.CUDAGraph, _held: Step, replays: int) -> None:
     """Replay a graph; whoever holds this holds the step too, and so the tensors of the graph."""
-    graph.replay()
+    for _ in range(replays):
+        graph.replay()
 
 
 def _events(graph: torch.cuda.CUDAGraph, replays: int) -> float:

@@ -57,7 +57,6 @@ SPARSITY_COLUMNS = {
     "penalty_us": "penalty µs",
     "percent_of_step": "% of a step",
     "percent_of_step_within": "±",
-    "percent_of_training": "% of the training",
 }
 SYNC_COLUMNS = {"local_us": "own µs", "shared_us": "shared µs", "bytes": "bytes given by a rank"}
 
@@ -192,7 +191,6 @@ def sparsity_command(
 ) -> None:
     """A training step with the penalty on modes, and without it.
 
-    The last column is for trainings that have the entropy in every 16th step, 16 times as strong.
     On a CPU only lenet is measured unless others are named.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,86 @@
+"""The entropy of how a batch uses its modes as one autograd node for layers of the same size.
+
+Letters: N samples, K modes. All samples have the same slope, so only (layers, K) numbers are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modenorm.kernels import choose_backend, native_mixing, runs_native, runs_triton
+from modenorm.kernels.plain import differentiate, node, only_plain
+
+__all__ = ["usage_entropy"]
+
+
+def usage_entropy(
+    gates: Sequence[Tensor], strength: Tensor, times: float, smallest: float
+) -> Tensor:
+    """Σ H(mean_n g_n) in nats over the gates of layers, (N, K) each, times strength and `times`.
+
+    Modes that are used less than `smallest` count as if used so, and have no gradient.
+    """
+    if any(choose_backend(g) != "fused" for g in gates):
+        return _plain(*gates, strength=strength, times=times, smallest=smallest)[0]
+    sizes: dict[Any, list[Tensor]] = {}
+    for g in gates:
+        sizes.setdefault((g.shape, g.dtype), []).append(g)
+    found = [_node(strength, times, smallest, *group) for group in sizes.values()]
+    return found[0] if len(found) == 1 else torch.stack(found).sum()
+
+
+def _plain(*gates: Tensor, strength: Tensor, times: float, smallest: float) -> tuple[Tensor]:
+    usage = torch.cat([g.mean(0) for g in gates])
+    entropy = torch.special.entr(usage.clamp_min(smallest)).sum()
+    return (strength * entropy * times,)
+
+
+class _Entropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, strength: Tensor, times: float, smallest: float, *gates: Tensor
+    ) -> Tensor:
+        stacked = torch.stack(gates)
+        value, slopes = _entropies_of(stacked)(stacked, strength, times, smallest)
+        ctx.save_for_backward(strength, slopes, *gates)
+        ctx.times, ctx.smallest = times, smallest
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        strength, slopes, *gates = ctx.saved_tensors
+        if only_plain(upstream):
+            forward = partial(_plain, strength=strength, times=ctx.times, smallest=ctx.smallest)
+            needed = ctx.needs_input_grad[3:]
+            return None, None, None, *differentiate(forward, gates, needed, (upstream,))
+        of_all = slopes.unsqueeze(1).expand(-1, len(gates[0]), -1) * upstream
+        return None, None, None, *of_all.unbind()
+
+
+_node = node(_Entropy)
+
+
+def _entropies_of(gates: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
+    """`_entropies` in Triton, in C, or as it is here."""
+    if gates.dtype == torch.float32 and runs_triton(gates):
+        from modenorm.kernels.gpu_entropy import entropies
+
+        return entropies
+    return native_mixing.entropies if runs_native(gates) else _entropies
+
+
+def _entropies(
+    gates: Tensor, strength: Tensor, times: float, smallest: float
+) -> tuple[Tensor, Tensor]:
+    """The weighted sum of entropies of gates, (layers, N, K), and its slopes, (layers, K)."""
+    usage = gates.mean(1)
+    least = usage.clamp_min(smallest)
+    logs, weight = least.log(), -times * strength
+    value = weight * torch.dot(least.flatten(), logs.flatten())
+    slopes = (logs + 1).mul_(weight / gates.shape[1])
+    return value, slopes.masked_fill_(usage < smallest, 0)
