@@ -45,8 +45,7 @@ class _Entropy(torch.autograd.Function):
     def forward(
         ctx: Any, strength: Tensor, times: float, smallest: float, *gates: Tensor
     ) -> Tensor:
-        stacked = torch.stack(gates)
-        value, slopes = _entropies_of(stacked)(stacked, strength, times, smallest)
+        value, slopes = _entropies_of(gates[0])(gates, strength, times, smallest)
         ctx.save_for_backward(strength, slopes, *gates)
         ctx.times, ctx.smallest = times, smallest
         return value
@@ -75,12 +74,12 @@ def _entropies_of(gates: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def _entropies(
-    gates: Tensor, strength: Tensor, times: float, smallest: float
+    gates: tuple[Tensor, ...], strength: Tensor, times: float, smallest: float
 ) -> tuple[Tensor, Tensor]:
-    """The weighted sum of entropies of gates, (layers, N, K), and its slopes, (layers, K)."""
-    usage = gates.mean(1)
+    """The weighted sum of entropies of gates, (N, K) each, and its slopes, (layers, K)."""
+    usage = torch.stack(gates).mean(1)
     least = usage.clamp_min(smallest)
     logs, weight = least.log(), -times * strength
     value = weight * torch.dot(least.flatten(), logs.flatten())
-    slopes = (logs + 1).mul_(weight / gates.shape[1])
+    slopes = (logs + 1).mul_(weight / len(gates[0]))
     return value, slopes.masked_fill_(usage < smallest, 0)

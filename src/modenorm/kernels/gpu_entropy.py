@@ -1,4 +1,4 @@
-"""The entropy of how a batch uses its modes, and its slope, in one launch for many layers."""
+"""The entropy of how a batch uses its modes, and its slope, in one launch for eight layers."""
 
 from __future__ import annotations
 
@@ -15,15 +15,26 @@ from modenorm.kernels.plan import aligned, on_device
 
 __all__ = ["entropies"]
 
+MOST_LAYERS = 8
+"""Of a launch, which takes each layer's gates from where they are."""
 MOST_NUMBERS = 8192
-"""In a program's tile: of several small layers, or of some samples of a large one."""
+"""In a tile of all layers and some samples."""
+APART = 4
+"""Between the sums of launches, so that all addresses are multiples of 16."""
 
 
 @triton.jit
 def _entropies_kernel(
-    gates_ptr,  # (layers, N, K)
+    gates0_ptr,  # (N, K), as all gates
+    gates1_ptr,
+    gates2_ptr,
+    gates3_ptr,
+    gates4_ptr,
+    gates5_ptr,
+    gates6_ptr,
+    gates7_ptr,
     strength_ptr,  # ()
-    values_ptr,  # (programs,)
+    value_ptr,  # ()
     slopes_ptr,  # (layers, K)
     num_layers,
     num_samples,
@@ -35,38 +46,52 @@ def _entropies_kernel(
     BLOCK_K: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """−Σ u ln u of some layers' usage u = mean_n g_n, and its slope in g, times the strength."""
+    """−Σ u ln u of the layers' usage u = mean_n g_n, and its slope in g, times the strength."""
     begin(OVERLAPS)
-    layers = tl.program_id(0) * BLOCK_LAYERS + tl.arange(0, BLOCK_LAYERS)
+    layers = tl.arange(0, BLOCK_LAYERS)
     modes = tl.arange(0, BLOCK_K)
     known = (layers < num_layers)[:, None] & (modes < num_modes)[None, :]
+    starts = tl.where(layers == 1, gates1_ptr.to(tl.int64), gates0_ptr.to(tl.int64))
+    starts = tl.where(layers == 2, gates2_ptr.to(tl.int64), starts)
+    starts = tl.where(layers == 3, gates3_ptr.to(tl.int64), starts)
+    starts = tl.where(layers == 4, gates4_ptr.to(tl.int64), starts)
+    starts = tl.where(layers == 5, gates5_ptr.to(tl.int64), starts)
+    starts = tl.where(layers == 6, gates6_ptr.to(tl.int64), starts)
+    starts = tl.where(layers == 7, gates7_ptr.to(tl.int64), starts)
+    ptrs = starts.to(tl.pointer_type(tl.float32))[:, None, None] + modes[None, None, :]
     sums = tl.zeros([BLOCK_LAYERS, BLOCK_N, BLOCK_K], tl.float32)
     for start in range(0, num_samples, BLOCK_N):
         samples = start + tl.arange(0, BLOCK_N)
-        rows = layers[:, None] * num_samples + samples[None, :]
         mask = known[:, None, :] & (samples < num_samples)[None, :, None]
-        offs = rows[:, :, None] * num_modes + modes[None, None, :]
-        sums += tl.load(gates_ptr + offs, mask=mask, other=0.0)
+        sums += tl.load(ptrs + samples[None, :, None] * num_modes, mask=mask, other=0.0)
     usage = tl.sum(sums, 1) / num_samples
     empty = usage < smallest
-    logs = tl.log(tl.where(empty, smallest, usage))
-    strength = tl.load(strength_ptr) * times
-    parts = tl.where(known, -strength * logs * tl.where(empty, smallest, usage), 0.0)
-    tl.store(values_ptr + tl.program_id(0), tl.sum(tl.sum(parts, 1), 0))
-    slopes = tl.where(empty, 0.0, -strength * (logs + 1.0) / num_samples)
+    usage = tl.where(empty, smallest, usage)
+    logs = tl.log(usage)
+    weight = -times * tl.load(strength_ptr)
+    parts = tl.where(known, weight * usage * logs, 0.0)
+    tl.store(value_ptr, tl.sum(tl.sum(parts, 1), 0))
+    slopes = tl.where(empty, 0.0, weight * (logs + 1.0) / num_samples)
     tl.store(slopes_ptr + layers[:, None] * num_modes + modes[None, :], slopes, mask=known)
 
 
 def entropies(
-    gates: Tensor, strength: Tensor, times: float, smallest: float
+    gates: tuple[Tensor, ...], strength: Tensor, times: float, smallest: float
 ) -> tuple[Tensor, Tensor]:
-    """The weighted sum of entropies of gates, (layers, N, K), and its slopes, (layers, K)."""
-    launch = _launch(*gates.shape, times, smallest, gates.get_device(), aligned((gates, strength)))
-    values = torch.empty(launch.grid[0], device=gates.device)
-    slopes = torch.empty((gates.shape[0], gates.shape[2]), device=gates.device)
-    with on_device(gates) as stream:
-        launch(stream, gates, strength, values, slopes)
-    return values.sum() if len(values) > 1 else values.view(()), slopes
+    """The weighted sum of entropies of gates, (N, K) each, and its slopes, (layers, K)."""
+    dense = [g.contiguous() for g in gates]
+    first, count = dense[0], len(dense)
+    starts = range(0, count, MOST_LAYERS)
+    values = torch.empty(APART * len(starts), device=first.device)
+    slopes = torch.empty((count, first.shape[1]), device=first.device)
+    direct, place = aligned((*dense, strength)), first.get_device()
+    with on_device(first) as stream:
+        for i, start in enumerate(starts):
+            some = dense[start : start + MOST_LAYERS]
+            launch = _launch(len(some), *first.shape, times, smallest, place, direct)
+            some += [first] * (MOST_LAYERS - len(some))
+            launch(stream, *some, strength, values[APART * i :], slopes[start:])
+    return values[0] if len(starts) == 1 else values[::APART].sum(), slopes
 
 
 @functools.lru_cache(maxsize=1024)
@@ -79,10 +104,7 @@ def _launch(
     device: int,
     direct: bool,
 ) -> Launch:
-    modes = triton.next_power_of_2(num_modes)
-    samples = min(triton.next_power_of_2(num_samples), max(1, MOST_NUMBERS // modes))
-    room = max(1, MOST_NUMBERS // (samples * modes))
-    layers = min(triton.next_power_of_2(num_layers), room)
+    layers, modes = map(triton.next_power_of_2, (num_layers, num_modes))
+    samples = min(triton.next_power_of_2(num_samples), max(1, MOST_NUMBERS // (modes * layers)))
     sizes = (num_layers, num_samples, num_modes, float(times), smallest)
-    grid = (triton.cdiv(num_layers, layers),)
-    return Launch(_entropies_kernel, grid, sizes, (layers, samples, modes), 8, direct)
+    return Launch(_entropies_kernel, (1,), sizes, (layers, samples, modes), 8, direct)

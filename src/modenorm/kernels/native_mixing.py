@@ -84,11 +84,12 @@ def sample_gradients(
 
 
 def entropies(
-    gates: Tensor, strength: Tensor, times: float, smallest: float
+    gates: tuple[Tensor, ...], strength: Tensor, times: float, smallest: float
 ) -> tuple[Tensor, Tensor]:
-    """The weighted sum of entropies of gates, (layers, N, K), and its slopes, (layers, K)."""
-    value, slopes = torch.empty_like(strength), gates.new_empty(gates.shape[0], gates.shape[2])
-    call("entropies", (gates, strength), (value, slopes), float(times), smallest, *gates.shape)
+    """The weighted sum of entropies of gates, (N, K) each, and its slopes, (layers, K)."""
+    stacked = torch.stack(gates)
+    value, slopes = torch.empty_like(strength), stacked.new_empty(stacked.shape[::2])
+    call("entropies", (stacked, strength), (value, slopes), float(times), smallest, *stacked.shape)
     return value, slopes
 
 
