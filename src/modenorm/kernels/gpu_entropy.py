@@ -107,4 +107,5 @@ def _launch(
     layers, modes = map(triton.next_power_of_2, (num_layers, num_modes))
     samples = min(triton.next_power_of_2(num_samples), max(1, MOST_NUMBERS // (modes * layers)))
     sizes = (num_layers, num_samples, num_modes, float(times), smallest)
-    return Launch(_entropies_kernel, (1,), sizes, (layers, samples, modes), 8, direct)
+    warps = 4 if layers * samples * modes <= 4096 else 8
+    return Launch(_entropies_kernel, (1,), sizes, (layers, samples, modes), warps, direct)
