@@ -85,7 +85,7 @@ def test_kernels_compile(capability, channels_last, monkeypatch):
         owners.append(Mixing(8, 24, 36, 3, 1e-5, 0.1, True, affine, running, True))
         owners.append(ChannelMixing(8, 24, 36, 3, 1e-5, True, (True, True), True))
     found = all_launches(*owners)
-    assert len(found) == (6 if channels_last else 17)
+    assert len(found) == (6 if channels_last else 18)
     for launch in found:
         ptx = compile_for(launch, capability).asm["ptx"]
         assert ("griddepcontrol.wait" in ptx) == (capability >= 90), launch.kernel.__name__
@@ -99,6 +99,18 @@ def test_sums_stay_in_registers(positions, monkeypatch, tmp_path):
     monkeypatch.setattr(launches, "can_overlap", lambda: True)
     passes = Passes(Geometry(128, 64, positions, True, torch.bfloat16))
     for launch in (passes.moments, passes.reduce_backward):
+        assert resources(compile_for(launch, 90), tmp_path)["STACK"] == 0, launch.kernel.__name__
+
+
+@pytest.mark.parametrize("num_modes", [1, 4, 8, 64], ids="K{}".format)
+@pytest.mark.parametrize("channels", [64, 1024, 2048])
+def test_mixing_stays_in_registers(channels, num_modes, monkeypatch, tmp_path):
+    """Programs of several modes and of two samples among them."""
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    monkeypatch.setattr(launches, "can_overlap", lambda: True)
+    affine, running = (True, True, False), (True, False, True, False)
+    mixing = Mixing(256, channels, 49, num_modes, 1e-5, 0.1, True, affine, running, True)
+    for launch in all_launches(mixing):
         assert resources(compile_for(launch, 90), tmp_path)["STACK"] == 0, launch.kernel.__name__
 
 

@@ -10,7 +10,15 @@ import triton.language as tl
 
 from modenorm.kernels.layout import interpreting
 
-__all__ = ["TINY", "begin", "can_overlap", "load_affine", "load_rows"]
+__all__ = [
+    "TINY",
+    "begin",
+    "begin_beside",
+    "can_overlap",
+    "end_beside",
+    "load_affine",
+    "load_rows",
+]
 
 TINY = tl.constexpr(1.1754943508222875e-38)  # the smallest normal float32
 
@@ -33,6 +41,23 @@ def begin(OVERLAPS: tl.constexpr):
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def begin_beside(OVERLAPS: tl.constexpr):
+    """Begin beside the kernel before, whose results are not needed; `end_beside` must follow.
+
+    Right if that kernel itself has waited, by `begin`, for all that is read here.
+    """
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def end_beside(OVERLAPS: tl.constexpr):
+    """Wait for the kernel before, so that whoever waits for this one has waited for both."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit

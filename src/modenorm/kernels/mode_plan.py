@@ -17,7 +17,7 @@ from modenorm.checks import Options
 from modenorm.kernels.gpu import Geometry, Passes
 from modenorm.kernels.gpu_inference import inference_launch, lines_shape
 from modenorm.kernels.gpu_mixing import Mixing
-from modenorm.kernels.launch import Pointer
+from modenorm.kernels.launch import Launch, Pointer
 from modenorm.kernels.mode_arrays import Backward, Forward, Inference, Inputs, fits
 from modenorm.kernels.plan import affine_kind, aligned, geometry_of, pointer
 from modenorm.kernels.slab import Slab, backward_slab, forward_slab, kept_slab
@@ -65,9 +65,11 @@ class ModePlan:
         self.run_forward, self.run_mix = stage(*parts), stage(*parts[:2])
         self.run_statistics, self.run_map = stage(parts[0]), stage(*parts[1:])
         self.run_inference = stage(run_inference)
-        back = (self._modes_backward, self._samples_backward, self._apply_backward)
+        parameters = partial(self._parameters_backward, self.mixing.parameters_backward)
+        late = partial(self._parameters_backward, self.mixing.late_parameters_backward)
+        back = (self._modes_backward, self._samples_backward, self._apply_backward, late)
         self.run_backward = [stage(*back) for _ in both]
-        self.run_mix_backward = [stage(*back[:2]) for _ in both]
+        self.run_mix_backward = [stage(*back[:2], parameters) for _ in both]
         self.run_modes_backward = stage(back[0])
         self.run_samples_backward = [stage(*back[1:]) for _ in both]
 
@@ -152,7 +154,7 @@ class ModePlan:
 
     def _samples_backward(self, stream: Stream, split: Split, arrays: Backward) -> None:
         """Turn A and D into the slope and offset of dx, in place; the gates' and their part."""
-        arrays, kept, (a, d, scale, u, s, dweights) = self._open_backward(split, arrays)
+        arrays, kept, (a, d, scale, u, s, _) = self._open_backward(split, arrays)
         mean, var, mode_mean, mode_var, _ = kept
         inputs, used, dused, mix = arrays.inputs, arrays.used, arrays.dused, self.mixing
         launch = mix.samples_backward if dused is None else mix.samples_backward_extra
@@ -162,16 +164,22 @@ class ModePlan:
             stream, mean, var, used, mode_mean, mode_var, u, s, *parameters, extra,
             a, d, scale, arrays.dlogits,
         )  # fmt: skip
-        dweight = arrays.dweight
-        if inputs.gates is None or (dweight is not None and not inputs.per_mode):
-            found = (arrays.dgate_weight, arrays.dgate_bias, dweight)
-            gradients = (pointer(gradient, mean) for gradient in found)
-            mix.parameters_backward(stream, mean, arrays.dlogits, dweights, *gradients)
 
     def _apply_backward(self, stream: Stream, split: Split, arrays: Backward) -> None:
         arrays, (mean, *_), (slope, offset, scale, *_) = self._open_backward(split, arrays)
         lines = (mean, scale, slope, offset)
         self.passes.apply_backward(stream, arrays.dy, arrays.x, *lines, arrays.dx)
+
+    def _parameters_backward(
+        self, launch: Launch, stream: Stream, split: Split, arrays: Backward
+    ) -> None:
+        """Gradients of the gate's parameters, and of a weight that the modes share."""
+        arrays, (mean, *_), (*_, dweights) = self._open_backward(split, arrays)
+        inputs, dweight = arrays.inputs, arrays.dweight
+        if inputs.gates is None or (dweight is not None and not inputs.per_mode):
+            found = (arrays.dgate_weight, arrays.dgate_bias, dweight)
+            gradients = (pointer(gradient, mean) for gradient in found)
+            launch(stream, mean, arrays.dlogits, dweights, *gradients)
 
 
 _plans: dict[tuple[Any, ...], ModePlan] = {}
