@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -33,7 +34,8 @@ def main(path):
     recorder = Recorder()
     options = ["-m", "gpu", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark", "tests"]
     if importlib.util.find_spec("xdist"):
-        options += ["-n", "6"]  # most of the time goes into compiling kernels
+        workers = max(1, 3 * (os.cpu_count() or 1) // 4)  # most of the time goes into compiling
+        options += ["-n", str(min(12, workers))]
     status = pytest.main(options, plugins=[recorder])
     record = recorder.counts | {"failures": recorder.failures}
     record |= provenance(torch.device("cuda"))
