@@ -105,7 +105,6 @@ def test_sums_stay_in_registers(positions, monkeypatch, tmp_path):
 @pytest.mark.parametrize("num_modes", [1, 4, 8, 64], ids="K{}".format)
 @pytest.mark.parametrize("channels", [64, 1024, 2048])
 def test_mixing_stays_in_registers(channels, num_modes, monkeypatch, tmp_path):
-    """Programs of several modes and of two samples among them."""
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     monkeypatch.setattr(launches, "can_overlap", lambda: True)
     affine, running = (True, True, False), (True, False, True, False)
@@ -175,7 +174,7 @@ def test_parts_of_the_mixing_compile(affine, monkeypatch):
 def test_entropies_compile(sizes, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     monkeypatch.setattr(launches, "can_overlap", lambda: True)
-    done = compile_for(gpu_entropy._launch.__wrapped__(*sizes, 1.0, 1e-30, 0, True), 90)
+    done = compile_for(gpu_entropy._launch.__wrapped__(*sizes, 1e-30, 0, True), 90)
     assert "griddepcontrol.wait" in done.asm["ptx"]
     assert resources(done, tmp_path)["STACK"] == 0
 

@@ -83,27 +83,6 @@ def test_strength_is_a_tensor_that_can_be_changed():
     torch.testing.assert_close(sparsity(), first / 2)
 
 
-def test_every_so_many_calls_have_the_entropy():
-    model, x = small_model(), torch.randn(12, 3, 6, 6, dtype=torch.float64)
-    once, often = ModeSparsity(model, 0.5, every=3), ModeSparsity(model, 0.5)
-    found = []
-    for _ in range(7):
-        model(x)
-        found.append((once().item(), often().item()))
-    for i, (lazy, steady) in enumerate(found):
-        assert lazy == (pytest.approx(3 * steady) if i % 3 == 0 else 0)
-    assert "every=3" in repr(once)
-    assert "every" not in repr(often)
-
-    def penalty():
-        model(x)
-        return once()
-
-    compiled = torch.compile(penalty, backend="eager")
-    for _ in range(3):  # a compiled step is the same each time
-        assert compiled().item() == pytest.approx(found[0][1], rel=1e-5)
-
-
 def test_it_hears_training_alone_and_asks_to_be_called_after_the_model():
     model, x = small_model(), torch.randn(4, 3, 8, 8, dtype=torch.float64)
     sparsity = ModeSparsity(model)
@@ -127,9 +106,6 @@ def test_bad_arguments():
         ModeSparsity(small_model(), -1)
     with pytest.raises(ValueError, match=r"method.*entropy"):
         ModeSparsity(small_model(), method="l1")
-    for every, method in ((0, "entropy"), (2, "switch")):
-        with pytest.raises(ValueError, match=f"every is {every}"):
-            ModeSparsity(small_model(), method=method, every=every)
     for model in (nn.Linear(3, 3), ModeNorm1d(4, 1), ModeGroupNorm(4)):
         with pytest.raises(ValueError, match="no mode norm with several modes"):
             ModeSparsity(model)

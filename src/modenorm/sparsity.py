@@ -83,9 +83,6 @@ class ModeSparsity(nn.Module):
             training looks at its own part of the batch.
         strength: Of the penalty beside a loss in nats; None for the method's default.
         method: "entropy" or "switch".
-        every: Only every so many calls give the entropy, so many times as strong, and those between
-            zero: on the average the same penalty, for a fraction of its time. In a step that is
-            compiled or captured as a CUDA graph, which is the same each time, it is 1.
 
     Example:
         >>> import modenorm
@@ -103,16 +100,9 @@ class ModeSparsity(nn.Module):
         model: nn.Module,
         strength: float | None = None,
         method: str = "entropy",
-        *,
-        every: int = 1,
     ) -> None:
         super().__init__()
         check_choice("method", method, METHODS)
-        if every < 1 or (every > 1 and method == "switch"):
-            raise ValueError(
-                f'every is {every}; it must be at least 1, and 1 for method "switch", whose '
-                f"switches act on the gates in every step"
-            )
         strength = DEFAULT_STRENGTH[method] if strength is None else strength
         if not (math.isfinite(strength) and strength >= 0):
             raise ValueError(f"strength is {strength}; it must be a finite number of at least 0")
@@ -126,7 +116,7 @@ class ModeSparsity(nn.Module):
                 f"{type(model).__name__} has no mode norm with several modes, so there is nothing "
                 f"to make sparse; put some in, for example with modenorm.replace_batchnorm"
             )
-        self.method, self.every, self._calls = method, every, 0
+        self.method = method
         self._layers = tuple(layers)  # not submodules: their parameters are the model's
         self._sizes = [layer.num_modes for layer in layers]
         self._gates: dict[int, Tensor] = {}
@@ -157,19 +147,9 @@ class ModeSparsity(nn.Module):
                 "ModeSparsity heard no gates since it was last called; call it after each forward "
                 "of the model in training mode, with gradients enabled"
             )
-        heard, times = list(self._gates.values()), self._times()
+        heard = list(self._gates.values())
         self.forget()
-        if times == 0:
-            return torch.zeros_like(self.strength)
-        return usage_entropy(heard, self.strength, times, SMALLEST_GATE)
-
-    def _times(self) -> int:
-        """How many times as strong this call is as the strength says."""
-        captured = self.strength.is_cuda and torch.cuda.is_current_stream_capturing()
-        if captured or torch.compiler.is_compiling():
-            return 1
-        self._calls += 1
-        return 0 if (self._calls - 1) % self.every else self.every
+        return usage_entropy(heard, self.strength, SMALLEST_GATE)
 
     def forget(self) -> None:
         """Let go of the last forward's gates, after a step that does without the penalty."""
@@ -231,8 +211,7 @@ class ModeSparsity(nn.Module):
 
     def extra_repr(self) -> str:
         """The arguments."""
-        often = f", every={self.every}" if self.every > 1 else ""
-        return f"strength={float(self.strength):g}, method={self.method!r}{often}"
+        return f"strength={float(self.strength):g}, method={self.method!r}"
 
 
 def _take_off(gate: LinearGate, change: Callable[[], Tensor]) -> None:

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import modenorm
-from modenorm.kernels import choose_backend, gpu_mixing, mode_plan, runs_triton
-from modenorm.kernels.layout import interpreting
+from modenorm.kernels import choose_backend, runs_triton
 
 SHAPES = {
     "2d-small": (6, 5),
@@ -76,23 +75,6 @@ def test_training(device, shape, num_modes, channels_last):
 @pytest.mark.parametrize("num_modes", MODES, ids="K{}".format)
 def test_training_with_options(device, num_modes, options):
     compare_training(device, (5, 20, 3, 2), num_modes, True, **options)
-
-
-@pytest.mark.parametrize("options", [{}, {"per_mode_affine": True}, {"affine": False}], ids=str)
-@pytest.mark.parametrize("num_modes", [2, 5, 9], ids="K{}".format)
-def test_many_channels_and_modes(device, num_modes, options, monkeypatch):
-    """Programs take several modes, or two samples, of which the last of an odd number is alone."""
-    for name in ("MANY", "ENOUGH_SAMPLES", "ENOUGH_PROGRAMS"):
-        monkeypatch.setattr(gpu_mixing, name, 1)
-    monkeypatch.setattr(mode_plan, "_plans", {})
-    compare_training(device, (7, 40, 3), num_modes, False, **options)
-
-
-@pytest.mark.skipif(interpreting(), reason="too large for the interpreter")
-@pytest.mark.parametrize("size", [(257, 515, 17), (5, 1100, 9), (257, 1025, 8)], ids=str)
-def test_sizes_with_many_channels_and_modes(device, size):
-    samples, channels, num_modes = size
-    compare_training(device, (samples, channels, 2), num_modes, False)
 
 
 def compare_training(device, shape, num_modes, channels_last, **options):

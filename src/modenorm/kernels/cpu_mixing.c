@@ -225,10 +225,10 @@ EXPORT void modenorm_sample_gradients(const float *dscale, const float *dshift, 
 
 /* As _entropies in kernels/entropy.py: gates (layers, N, K), value (1), slopes (layers, K). */
 EXPORT void modenorm_entropies(const float *gates, const float *strength, float *value,
-                               float *slopes, float times, float smallest, i64 layers,
+                               float *slopes, float smallest, i64 layers,
                                i64 samples, i64 modes, i64 threads)
 {
-    double weight = (double)times * *strength, sum = 0;
+    double weight = *strength, sum = 0;
     for (i64 i = 0; i < layers * modes; i++) {
         const float *first = gates + i / modes * samples * modes + i % modes;
         double usage = 0;

@@ -18,47 +18,43 @@ from modenorm.kernels.plain import differentiate, node, only_plain
 __all__ = ["usage_entropy"]
 
 
-def usage_entropy(
-    gates: Sequence[Tensor], strength: Tensor, times: float, smallest: float
-) -> Tensor:
-    """Σ H(mean_n g_n) in nats over the gates of layers, (N, K) each, times strength and `times`.
+def usage_entropy(gates: Sequence[Tensor], strength: Tensor, smallest: float) -> Tensor:
+    """Σ H(mean_n g_n) in nats over the gates of layers, (N, K) each, times the strength.
 
     Modes that are used less than `smallest` count as if used so, and have no gradient.
     """
     if any(choose_backend(g) != "fused" for g in gates):
-        return _plain(*gates, strength=strength, times=times, smallest=smallest)[0]
+        return _plain(*gates, strength=strength, smallest=smallest)[0]
     sizes: dict[Any, list[Tensor]] = {}
     for g in gates:
         sizes.setdefault((g.shape, g.dtype), []).append(g)
-    found = [_node(strength, times, smallest, *group) for group in sizes.values()]
+    found = [_node(strength, smallest, *group) for group in sizes.values()]
     return found[0] if len(found) == 1 else torch.stack(found).sum()
 
 
-def _plain(*gates: Tensor, strength: Tensor, times: float, smallest: float) -> tuple[Tensor]:
+def _plain(*gates: Tensor, strength: Tensor, smallest: float) -> tuple[Tensor]:
     usage = torch.cat([g.mean(0) for g in gates])
     entropy = torch.special.entr(usage.clamp_min(smallest)).sum()
-    return (strength * entropy * times,)
+    return (strength * entropy,)
 
 
 class _Entropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, strength: Tensor, times: float, smallest: float, *gates: Tensor
-    ) -> Tensor:
-        value, slopes = _entropies_of(gates[0])(gates, strength, times, smallest)
+    def forward(ctx: Any, strength: Tensor, smallest: float, *gates: Tensor) -> Tensor:
+        value, slopes = _entropies_of(gates[0])(gates, strength, smallest)
         ctx.save_for_backward(strength, slopes, *gates)
-        ctx.times, ctx.smallest = times, smallest
+        ctx.smallest = smallest
         return value
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         strength, slopes, *gates = ctx.saved_tensors
         if only_plain(upstream):
-            forward = partial(_plain, strength=strength, times=ctx.times, smallest=ctx.smallest)
-            needed = ctx.needs_input_grad[3:]
-            return None, None, None, *differentiate(forward, gates, needed, (upstream,))
+            forward = partial(_plain, strength=strength, smallest=ctx.smallest)
+            needed = ctx.needs_input_grad[2:]
+            return None, None, *differentiate(forward, gates, needed, (upstream,))
         of_all = slopes.unsqueeze(1).expand(-1, len(gates[0]), -1) * upstream
-        return None, None, None, *of_all.unbind()
+        return None, None, *of_all.unbind()
 
 
 _node = node(_Entropy)
@@ -74,12 +70,12 @@ def _entropies_of(gates: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def _entropies(
-    gates: tuple[Tensor, ...], strength: Tensor, times: float, smallest: float
+    gates: tuple[Tensor, ...], strength: Tensor, smallest: float
 ) -> tuple[Tensor, Tensor]:
     """The weighted sum of entropies of gates, (N, K) each, and its slopes, (layers, K)."""
     usage = torch.stack(gates).mean(1)
     least = usage.clamp_min(smallest)
-    logs, weight = least.log(), -times * strength
-    value = weight * torch.dot(least.flatten(), logs.flatten())
-    slopes = (logs + 1).mul_(weight / len(gates[0]))
+    logs = least.log()
+    value = -strength * torch.dot(least.flatten(), logs.flatten())
+    slopes = (logs + 1).mul_(-strength / len(gates[0]))
     return value, slopes.masked_fill_(usage < smallest, 0)

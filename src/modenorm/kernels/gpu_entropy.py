@@ -39,7 +39,6 @@ def _entropies_kernel(
     num_layers,
     num_samples,
     num_modes,
-    times,
     smallest,
     BLOCK_LAYERS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -68,7 +67,7 @@ def _entropies_kernel(
     empty = usage < smallest
     usage = tl.where(empty, smallest, usage)
     logs = tl.log(usage)
-    weight = -times * tl.load(strength_ptr)
+    weight = -tl.load(strength_ptr)
     parts = tl.where(known, weight * usage * logs, 0.0)
     tl.store(value_ptr, tl.sum(tl.sum(parts, 1), 0))
     slopes = tl.where(empty, 0.0, weight * (logs + 1.0) / num_samples)
@@ -76,7 +75,7 @@ def _entropies_kernel(
 
 
 def entropies(
-    gates: tuple[Tensor, ...], strength: Tensor, times: float, smallest: float
+    gates: tuple[Tensor, ...], strength: Tensor, smallest: float
 ) -> tuple[Tensor, Tensor]:
     """The weighted sum of entropies of gates, (N, K) each, and its slopes, (layers, K)."""
     dense = [g.contiguous() for g in gates]
@@ -88,7 +87,7 @@ def entropies(
     with on_device(first) as stream:
         for i, start in enumerate(starts):
             some = dense[start : start + MOST_LAYERS]
-            launch = _launch(len(some), *first.shape, times, smallest, place, direct)
+            launch = _launch(len(some), *first.shape, smallest, place, direct)
             some += [first] * (MOST_LAYERS - len(some))
             launch(stream, *some, strength, values[APART * i :], slopes[start:])
     return values[0] if len(starts) == 1 else values[::APART].sum(), slopes
@@ -99,13 +98,12 @@ def _launch(
     num_layers: int,
     num_samples: int,
     num_modes: int,
-    times: float,
     smallest: float,
     device: int,
     direct: bool,
 ) -> Launch:
     layers, modes = map(triton.next_power_of_2, (num_layers, num_modes))
     samples = min(triton.next_power_of_2(num_samples), max(1, MOST_NUMBERS // (modes * layers)))
-    sizes = (num_layers, num_samples, num_modes, float(times), smallest)
+    sizes = (num_layers, num_samples, num_modes, smallest)
     warps = 4 if layers * samples * modes <= 4096 else 8
     return Launch(_entropies_kernel, (1,), sizes, (layers, samples, modes), warps, direct)

@@ -20,11 +20,6 @@ from modenorm.kernels.launch import Launch
 
 __all__ = ["Mixing"]
 
-MANY = 8192
-"""From this product of modes and channels on, programs share what they read."""
-ENOUGH_SAMPLES, ENOUGH_PROGRAMS = 256, 128
-"""But there should be a program for every multiprocessor."""
-
 
 @triton.jit
 def _gates_kernel(
@@ -95,71 +90,69 @@ def _statistics_kernel(
     USAGE: tl.constexpr,
     HAS_TRACKED: tl.constexpr,
     HAS_SHARE: tl.constexpr,
-    MODES: tl.constexpr,  # of a program
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Mean and variance of some modes in a block of channels, and their running update."""
+    """Mean and variance of one mode in a block of channels, and its running update."""
     begin(OVERLAPS)
+    mode = tl.program_id(1)
     channels = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask_c = channels < num_channels
     samples = tl.arange(0, BLOCK_N)
-    first = tl.program_id(1) * MODES
-    for mode in range(first, tl.minimum(first + MODES, num_modes)):
-        # the first tile, often the only one, is kept for the second sum
-        gates, finites, mean = _of_samples(
-            samples, mode, channels, mask_c, gates_ptr, finite_ptr, mean_ptr,
+    # the first tile, often the only one, is kept for the second sum
+    gates, finites, mean = _of_samples(
+        samples, mode, channels, mask_c, gates_ptr, finite_ptr, mean_ptr,
+        num_samples, num_channels, num_modes, UPDATE,
+    )  # fmt: skip
+    var = load_rows(var_ptr, samples, channels, samples < num_samples, mask_c, num_channels)
+    masses = gates
+    sums = gates[:, None] * mean
+    for start in range(BLOCK_N, num_samples, BLOCK_N):
+        more, flags, means = _of_samples(
+            start + samples, mode, channels, mask_c, gates_ptr, finite_ptr, mean_ptr,
             num_samples, num_channels, num_modes, UPDATE,
         )  # fmt: skip
-        var = load_rows(var_ptr, samples, channels, samples < num_samples, mask_c, num_channels)
-        masses = gates
-        sums = gates[:, None] * mean
-        for start in range(BLOCK_N, num_samples, BLOCK_N):
-            more, flags, means = _of_samples(
-                start + samples, mode, channels, mask_c, gates_ptr, finite_ptr, mean_ptr,
-                num_samples, num_channels, num_modes, UPDATE,
-            )  # fmt: skip
-            masses += more
-            sums += more[:, None] * means
-            finites = tl.minimum(finites, flags)
-        mass = tl.sum(masses, 0)
-        divisor = tl.maximum(mass, TINY)
-        mode_mean = tl.sum(sums, 0) / divisor
-        apart = mean - mode_mean[None, :]
-        sums = gates[:, None] * (var + apart * apart)
-        for start in range(BLOCK_N, num_samples, BLOCK_N):
-            more, _, means = _of_samples(
-                start + samples, mode, channels, mask_c, gates_ptr, finite_ptr, mean_ptr,
-                num_samples, num_channels, num_modes, False,
-            )  # fmt: skip
-            mask_n = start + samples < num_samples
-            variances = load_rows(var_ptr, start + samples, channels, mask_n, mask_c, num_channels)
-            apart = means - mode_mean[None, :]
-            sums += more[:, None] * (variances + apart * apart)
-        mode_var = tl.sum(sums, 0) / divisor
-        offs = mode * num_channels + channels
-        tl.store(mode_mean_ptr + offs, mode_mean, mask=mask_c)
-        tl.store(mode_var_ptr + offs, mode_var, mask=mask_c)
-        tl.store(mass_ptr + mode, mass)
-        if UPDATE:
-            finite = tl.min(finites, 0)
-            rate = momentum
-            if USAGE:
-                rate = momentum * (mass / num_samples)
-            moves = mask_c & (tl.full([BLOCK_C], 1.0, tl.float32) * (mass * finite) >= TINY)
-            old_mean = tl.load(running_mean_ptr + offs, mask=moves, other=0.0)
-            old_var = tl.load(running_var_ptr + offs, mask=moves, other=0.0)
-            step = mode_mean - old_mean
-            new_var = (1.0 - rate) * old_var + rate * mode_var + rate * (1.0 - rate) * step * step
-            tl.store(running_var_ptr + offs, new_var, mask=moves)
-            tl.store(running_mean_ptr + offs, old_mean + rate * step, mask=moves)
-            if tl.program_id(0) == 0:
-                if HAS_TRACKED and mode == 0:
-                    tl.store(tracked_ptr, tl.load(tracked_ptr) + finite.to(tl.int64))
-                if HAS_SHARE and mass * finite >= TINY:
-                    share = tl.load(running_share_ptr + mode) + mass / num_samples
-                    tl.store(running_share_ptr + mode, share)
+        masses += more
+        sums += more[:, None] * means
+        finites = tl.minimum(finites, flags)
+    mass = tl.sum(masses, 0)
+    divisor = tl.maximum(mass, TINY)
+    mode_mean = tl.sum(sums, 0) / divisor
+    apart = mean - mode_mean[None, :]
+    sums = gates[:, None] * (var + apart * apart)
+    for start in range(BLOCK_N, num_samples, BLOCK_N):
+        more, _, means = _of_samples(
+            start + samples, mode, channels, mask_c, gates_ptr, finite_ptr, mean_ptr,
+            num_samples, num_channels, num_modes, False,
+        )  # fmt: skip
+        mask_n = start + samples < num_samples
+        variances = load_rows(var_ptr, start + samples, channels, mask_n, mask_c, num_channels)
+        apart = means - mode_mean[None, :]
+        sums += more[:, None] * (variances + apart * apart)
+    mode_var = tl.sum(sums, 0) / divisor
+    offs = mode * num_channels + channels
+    tl.store(mode_mean_ptr + offs, mode_mean, mask=mask_c)
+    tl.store(mode_var_ptr + offs, mode_var, mask=mask_c)
+    tl.store(mass_ptr + mode, mass)
+    if UPDATE:
+        finite = tl.min(finites, 0)
+        rate = momentum
+        if USAGE:
+            rate = momentum * (mass / num_samples)
+        moves = mask_c & (tl.full([BLOCK_C], 1.0, tl.float32) * (mass * finite) >= TINY)
+        old_mean = tl.load(running_mean_ptr + offs, mask=moves, other=0.0)
+        old_var = tl.load(running_var_ptr + offs, mask=moves, other=0.0)
+        step = mode_mean - old_mean
+        new_var = (1.0 - rate) * old_var + rate * mode_var + rate * (1.0 - rate) * step * step
+        tl.store(running_var_ptr + offs, new_var, mask=moves)
+        tl.store(running_mean_ptr + offs, old_mean + rate * step, mask=moves)
+        if tl.program_id(0) == 0:
+            if HAS_TRACKED and mode == 0:
+                tl.store(tracked_ptr, tl.load(tracked_ptr) + finite.to(tl.int64))
+            if HAS_SHARE and mass * finite >= TINY:
+                share = tl.load(running_share_ptr + mode) + mass / num_samples
+                tl.store(running_share_ptr + mode, share)
 
 
 @triton.jit
@@ -306,17 +299,13 @@ class Mixing:
         samples, channels = map(triton.next_power_of_2, (num_samples, num_channels))
         wide = min(channels, max(16, 8192 // modes))
         # tiles of samples_backward and modes_backward, which hold more numbers in registers
-        many = num_channels * num_modes >= MANY
-        pairs = many and num_samples >= ENOUGH_SAMPLES
-        less_wide = min(channels, max(16, (2048 if pairs else 4096) // modes))
+        less_wide = min(channels, max(16, 4096 // modes))
         less_wide_warps = 4 if less_wide * modes >= 512 else 2
+        many = num_channels * num_modes >= 8192
         block = min(channels, 32 if many else 16)
         walk = min(samples, 4096 // block)
         short_walk = min(walk, 64) if many else walk
-        blocks = triton.cdiv(num_channels, block)
-        # modes of a program, which reads their samples from the first-level cache
-        together = min(8, max(1, blocks * num_modes // ENOUGH_PROGRAMS)) if many else 1
-        by_mode = (blocks, triton.cdiv(num_modes, together))
+        by_mode = (triton.cdiv(num_channels, block), num_modes)
         narrow = min(channels, 128)
         few = min(samples, 8 if narrow == 128 else 4)
         sizes = (num_samples, num_channels, num_modes)
@@ -327,7 +316,7 @@ class Mixing:
             _statistics_kernel,
             by_mode,
             (*sizes, momentum),
-            (*running, together, walk, block),
+            (*running, walk, block),
             4 if many else 8,
             direct,
         )
@@ -343,16 +332,16 @@ class Mixing:
             modes_backward_kernel,
             by_mode,
             (*sizes, eps),
-            (*affine, together, short_walk, block),
+            (*affine, short_walk, block),
             4,
             direct,
         )
         self.samples_backward, self.samples_backward_extra = (
             Launch(
                 samples_backward_kernel,
-                (triton.cdiv(num_samples, 2) if pairs else num_samples,),
-                (*sizes, num_positions, eps),
-                (*affine, has_gate, extra, pairs, less_wide >= num_channels, modes, less_wide),
+                (num_samples,),
+                (num_channels, num_modes, num_positions, eps),
+                (*affine, has_gate, extra, less_wide >= num_channels, modes, less_wide),
                 less_wide_warps,
                 direct,
             )
@@ -364,7 +353,7 @@ class Mixing:
                 parameters_backward_kernel,
                 by_mode,
                 sizes,
-                (has_gate, has_weight and not per_mode, late, together, walk, modes, block),
+                (has_gate, has_weight and not per_mode, late, walk, modes, block),
                 4,
                 direct,
             )

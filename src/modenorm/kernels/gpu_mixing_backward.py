@@ -42,48 +42,46 @@ def modes_backward_kernel(
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PER_MODE: tl.constexpr,
-    MODES: tl.constexpr,  # of a program
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Gradients of some modes' statistics in a block of channels."""
+    """Gradients of one mode's statistics in a block of channels."""
     begin(OVERLAPS)
+    mode = tl.program_id(1)
     channels = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask_c = channels < num_channels
-    first = tl.program_id(1) * MODES
-    for mode in range(first, tl.minimum(first + MODES, num_modes)):
-        offs_kc = mode * num_channels + channels
-        mode_mean = tl.load(mode_mean_ptr + offs_kc, mask=mask_c, other=0.0)
-        mode_var = tl.load(mode_var_ptr + offs_kc, mask=mask_c, other=1.0)
-        sums_t = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
-        sums_e = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
-        sums_d = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
-        for start in range(0, num_samples, BLOCK_N):
-            samples = start + tl.arange(0, BLOCK_N)
-            mask_n = samples < num_samples
-            gates = tl.load(gates_ptr + samples * num_modes + mode, mask=mask_n, other=0.0)[:, None]
-            mean = load_rows(mean_ptr, samples, channels, mask_n, mask_c, num_channels)
-            dscale = load_rows(dscale_ptr, samples, channels, mask_n, mask_c, num_channels)
-            dshift = load_rows(dshift_ptr, samples, channels, mask_n, mask_c, num_channels)
-            sums_t += gates * (dscale + dshift * (mean - mode_mean[None, :]))
-            sums_e += gates * dshift
-            sums_d += dshift
-        t, e = tl.sum(sums_t, 0), tl.sum(sums_e, 0)
-        inverse = tl.rsqrt(mode_var + eps)
-        divisor = tl.maximum(tl.load(mass_ptr + mode), TINY)
-        scaled = inverse
-        if HAS_WEIGHT:
-            tl.store(dweights_ptr + offs_kc, inverse * t, mask=mask_c)
-            offs = offs_kc if PER_MODE else channels
-            scaled = inverse * tl.load(weight_ptr + offs, mask=mask_c, other=0.0)
-        if HAS_BIAS:
-            if PER_MODE:
-                tl.store(dbias_ptr + offs_kc, e, mask=mask_c)
-            elif mode == 0:
-                tl.store(dbias_ptr + channels, tl.sum(sums_d, 0), mask=mask_c)
-        tl.store(u_ptr + offs_kc, -scaled * e / divisor, mask=mask_c)
-        tl.store(s_ptr + offs_kc, -0.5 * scaled * inverse * inverse * t / divisor, mask=mask_c)
+    offs_kc = mode * num_channels + channels
+    mode_mean = tl.load(mode_mean_ptr + offs_kc, mask=mask_c, other=0.0)
+    mode_var = tl.load(mode_var_ptr + offs_kc, mask=mask_c, other=1.0)
+    sums_t = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
+    sums_e = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
+    sums_d = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
+    for start in range(0, num_samples, BLOCK_N):
+        samples = start + tl.arange(0, BLOCK_N)
+        mask_n = samples < num_samples
+        gates = tl.load(gates_ptr + samples * num_modes + mode, mask=mask_n, other=0.0)[:, None]
+        mean = load_rows(mean_ptr, samples, channels, mask_n, mask_c, num_channels)
+        dscale = load_rows(dscale_ptr, samples, channels, mask_n, mask_c, num_channels)
+        dshift = load_rows(dshift_ptr, samples, channels, mask_n, mask_c, num_channels)
+        sums_t += gates * (dscale + dshift * (mean - mode_mean[None, :]))
+        sums_e += gates * dshift
+        sums_d += dshift
+    t, e = tl.sum(sums_t, 0), tl.sum(sums_e, 0)
+    inverse = tl.rsqrt(mode_var + eps)
+    divisor = tl.maximum(tl.load(mass_ptr + mode), TINY)
+    scaled = inverse
+    if HAS_WEIGHT:
+        tl.store(dweights_ptr + offs_kc, inverse * t, mask=mask_c)
+        offs = offs_kc if PER_MODE else channels
+        scaled = inverse * tl.load(weight_ptr + offs, mask=mask_c, other=0.0)
+    if HAS_BIAS:
+        if PER_MODE:
+            tl.store(dbias_ptr + offs_kc, e, mask=mask_c)
+        elif mode == 0:
+            tl.store(dbias_ptr + channels, tl.sum(sums_d, 0), mask=mask_c)
+    tl.store(u_ptr + offs_kc, -scaled * e / divisor, mask=mask_c)
+    tl.store(s_ptr + offs_kc, -0.5 * scaled * inverse * inverse * t / divisor, mask=mask_c)
 
 
 @triton.jit
@@ -103,7 +101,6 @@ def samples_backward_kernel(
     dshift_ptr,  # D, (N, C); becomes the offset, dm / L
     scale_ptr,  # (N, C), as in the forward
     dlogits_ptr,  # (N, K); the gradient of the gates if they were given
-    num_samples,
     num_channels,
     num_modes,
     num_positions,
@@ -113,34 +110,31 @@ def samples_backward_kernel(
     PER_MODE: tl.constexpr,
     HAS_GATE: tl.constexpr,
     HAS_EXTRA: tl.constexpr,
-    PAIR: tl.constexpr,  # two samples, for which the modes' arrays are read once
     SINGLE: tl.constexpr,  # one tile holds all channels
     BLOCK_K: tl.constexpr,
     BLOCK_C: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Of a sample or two: gate gradients, then those of the moments as the coefficients of dx."""
+    """One sample's gate gradients, then its moments' gradients as the coefficients of dx."""
     begin(OVERLAPS)
-    sample = tl.program_id(0) * (2 if PAIR else 1)
-    other = tl.minimum(sample + 1, num_samples - 1)  # the last of an odd number is done twice
-    row, other_row = sample * num_channels, other * num_channels
+    sample = tl.program_id(0)
     modes = tl.arange(0, BLOCK_K)
     mask_k = modes < num_modes
+    gates = tl.load(gates_ptr + sample * num_modes + modes, mask=mask_k, other=0.0)
+    mean_ptr += sample * num_channels
+    var_ptr += sample * num_channels
+    dscale_ptr += sample * num_channels
+    dshift_ptr += sample * num_channels
+    scale_ptr += sample * num_channels
     channels = tl.arange(0, BLOCK_C)
     lines = _mode_lines(
         channels, modes, mask_k, mode_mean_ptr, mode_var_ptr, u_ptr, s_ptr, weight_ptr,
         num_channels, eps, HAS_WEIGHT, PER_MODE,
     )  # fmt: skip
     sums = _gate_terms(
-        lines, row, channels, modes, mask_k, mean_ptr, var_ptr, dscale_ptr, dshift_ptr, bias_ptr,
+        lines, channels, modes, mask_k, mean_ptr, var_ptr, dscale_ptr, dshift_ptr, bias_ptr,
         num_channels, HAS_BIAS and PER_MODE,
     )  # fmt: skip
-    other_sums = sums
-    if PAIR:
-        other_sums = _gate_terms(
-            lines, other_row, channels, modes, mask_k, mean_ptr, var_ptr, dscale_ptr, dshift_ptr,
-            bias_ptr, num_channels, HAS_BIAS and PER_MODE,
-        )  # fmt: skip
     if not SINGLE:
         for start in range(BLOCK_C, num_channels, BLOCK_C):
             more = start + channels
@@ -149,64 +143,32 @@ def samples_backward_kernel(
                 num_channels, eps, HAS_WEIGHT, PER_MODE,
             )  # fmt: skip
             sums += _gate_terms(
-                lines, row, more, modes, mask_k, mean_ptr, var_ptr, dscale_ptr, dshift_ptr,
-                bias_ptr, num_channels, HAS_BIAS and PER_MODE,
+                lines, more, modes, mask_k, mean_ptr, var_ptr, dscale_ptr, dshift_ptr, bias_ptr,
+                num_channels, HAS_BIAS and PER_MODE,
             )  # fmt: skip
-            if PAIR:
-                other_sums += _gate_terms(
-                    lines, other_row, more, modes, mask_k, mean_ptr, var_ptr, dscale_ptr,
-                    dshift_ptr, bias_ptr, num_channels, HAS_BIAS and PER_MODE,
-                )  # fmt: skip
-    gates, dlogits = _store_dlogits(
-        sums, sample * num_modes + modes, mask_k, gates_ptr, extra_ptr, dlogits_ptr,
-        HAS_GATE, HAS_EXTRA,
-    )  # fmt: skip
-    other_gates, other_dlogits = gates, dlogits
-    if PAIR:
-        other_gates, other_dlogits = _store_dlogits(
-            other_sums, other * num_modes + modes, mask_k, gates_ptr, extra_ptr, dlogits_ptr,
-            HAS_GATE, HAS_EXTRA,
+    dgates = tl.sum(sums, 1)
+    if HAS_EXTRA:
+        dgates += tl.load(extra_ptr + sample * num_modes + modes, mask=mask_k, other=0.0)
+    dlogits = dgates
+    if HAS_GATE:
+        dlogits = gates * (dgates - tl.sum(gates * dgates, 0))
+    tl.store(dlogits_ptr + sample * num_modes + modes, dlogits, mask=mask_k)
+    if SINGLE:
+        _store_lines(
+            lines, gates, dlogits, channels, modes, mask_k, mean_ptr, gate_weight_ptr,
+            dscale_ptr, dshift_ptr, scale_ptr, num_channels, num_positions, HAS_GATE,
         )  # fmt: skip
-    for start in range(0, num_channels, BLOCK_C):
-        more = start + channels
-        if not SINGLE:
+    else:
+        for start in range(0, num_channels, BLOCK_C):
+            more = start + channels
             lines = _mode_lines(
                 more, modes, mask_k, mode_mean_ptr, mode_var_ptr, u_ptr, s_ptr, weight_ptr,
                 num_channels, eps, HAS_WEIGHT, PER_MODE,
             )  # fmt: skip
-        _store_lines(
-            lines, row, gates, dlogits, more, modes, mask_k, mean_ptr, gate_weight_ptr,
-            dscale_ptr, dshift_ptr, scale_ptr, num_channels, num_positions, HAS_GATE,
-        )  # fmt: skip
-        if PAIR:
             _store_lines(
-                lines, other_row, other_gates, other_dlogits, more, modes, mask_k, mean_ptr,
-                gate_weight_ptr, dscale_ptr, dshift_ptr, scale_ptr, num_channels, num_positions,
-                HAS_GATE,
+                lines, gates, dlogits, more, modes, mask_k, mean_ptr, gate_weight_ptr,
+                dscale_ptr, dshift_ptr, scale_ptr, num_channels, num_positions, HAS_GATE,
             )  # fmt: skip
-
-
-@triton.jit
-def _store_dlogits(
-    sums,
-    offs,
-    mask_k,
-    gates_ptr,
-    extra_ptr,
-    dlogits_ptr,
-    HAS_GATE: tl.constexpr,
-    HAS_EXTRA: tl.constexpr,
-):
-    """A sample's gates and the gradient of its logits, from the terms of each channel, (K, C)."""
-    gates = tl.load(gates_ptr + offs, mask=mask_k, other=0.0)
-    dgates = tl.sum(sums, 1)
-    if HAS_EXTRA:
-        dgates += tl.load(extra_ptr + offs, mask=mask_k, other=0.0)
-    dlogits = dgates
-    if HAS_GATE:
-        dlogits = gates * (dgates - tl.sum(gates * dgates, 0))
-    tl.store(dlogits_ptr + offs, dlogits, mask=mask_k)
-    return gates, dlogits
 
 
 @triton.jit
@@ -241,7 +203,6 @@ def _mode_lines(
 @triton.jit
 def _gate_terms(
     lines,
-    row,
     channels,
     modes,
     mask_k,
@@ -256,10 +217,10 @@ def _gate_terms(
     """What the gates' gradients are sums of over the channels, (K, C)."""
     mode_mean, mode_var, inverse, u, s = lines
     mask_c = channels < num_channels
-    mean = tl.load(mean_ptr + row + channels, mask=mask_c, other=0.0)[None, :]
-    var = tl.load(var_ptr + row + channels, mask=mask_c, other=0.0)[None, :]
-    dscale = tl.load(dscale_ptr + row + channels, mask=mask_c, other=0.0)[None, :]
-    dshift = tl.load(dshift_ptr + row + channels, mask=mask_c, other=0.0)[None, :]
+    mean = tl.load(mean_ptr + channels, mask=mask_c, other=0.0)[None, :]
+    var = tl.load(var_ptr + channels, mask=mask_c, other=0.0)[None, :]
+    dscale = tl.load(dscale_ptr + channels, mask=mask_c, other=0.0)[None, :]
+    dshift = tl.load(dshift_ptr + channels, mask=mask_c, other=0.0)[None, :]
     apart = mean - mode_mean
     terms = inverse * (dscale + dshift * apart) + u * apart + s * (var + apart * apart - mode_var)
     if BIASES:
@@ -272,7 +233,6 @@ def _gate_terms(
 @triton.jit
 def _store_lines(
     lines,
-    row,
     gates,
     dlogits,
     channels,
@@ -290,16 +250,16 @@ def _store_lines(
     """Slope, offset and scale of dx in some channels; the first two in place of A and D."""
     mode_mean, _, inverse, u, s = lines
     mask_c = channels < num_channels
-    apart = tl.load(mean_ptr + row + channels, mask=mask_c, other=0.0)[None, :] - mode_mean
+    apart = tl.load(mean_ptr + channels, mask=mask_c, other=0.0)[None, :] - mode_mean
     pulls = gates[:, None] * (u + 2.0 * s * apart)
     if HAS_GATE:
         offs = modes[:, None] * num_channels + channels[None, :]
         mask = mask_k[:, None] & mask_c[None, :]
         pulls += dlogits[:, None] * tl.load(gate_weight_ptr + offs, mask=mask, other=0.0)
     slope = tl.sum(gates[:, None] * s, 0) * (2.0 / num_positions)
-    tl.store(scale_ptr + row + channels, tl.sum(gates[:, None] * inverse, 0), mask=mask_c)
-    tl.store(dscale_ptr + row + channels, slope, mask=mask_c)
-    tl.store(dshift_ptr + row + channels, tl.sum(pulls, 0) / num_positions, mask=mask_c)
+    tl.store(scale_ptr + channels, tl.sum(gates[:, None] * inverse, 0), mask=mask_c)
+    tl.store(dscale_ptr + channels, slope, mask=mask_c)
+    tl.store(dshift_ptr + channels, tl.sum(pulls, 0) / num_positions, mask=mask_c)
 
 
 @triton.jit
@@ -316,35 +276,33 @@ def parameters_backward_kernel(
     HAS_GATE: tl.constexpr,
     SUM_WEIGHTS: tl.constexpr,
     LATE: tl.constexpr,  # after a launch that has waited for all that is read here
-    MODES: tl.constexpr,  # of a program
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_C: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """The gate's parameters, some modes and a block of channels; the weight, summed over modes."""
+    """The gate's parameters, one mode and a block of channels; the weight, summed over modes."""
     if LATE:
         begin_beside(OVERLAPS)
     else:
         begin(OVERLAPS)
+    mode = tl.program_id(1)
     channels = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask_c = channels < num_channels
-    first = tl.program_id(1) * MODES
     if HAS_GATE:
-        for mode in range(first, tl.minimum(first + MODES, num_modes)):
-            sums = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
-            sums_b = tl.zeros([BLOCK_N], tl.float32)
-            for start in range(0, num_samples, BLOCK_N):
-                samples = start + tl.arange(0, BLOCK_N)
-                mask_n = samples < num_samples
-                dlogits = tl.load(dlogits_ptr + samples * num_modes + mode, mask=mask_n, other=0.0)
-                mean = load_rows(mean_ptr, samples, channels, mask_n, mask_c, num_channels)
-                sums += dlogits[:, None] * mean
-                sums_b += dlogits
-            offs_kc = mode * num_channels + channels
-            tl.store(dgate_weight_ptr + offs_kc, tl.sum(sums, 0), mask=mask_c)
-            tl.store(dgate_bias_ptr + mode, tl.sum(sums_b, 0))
-    if SUM_WEIGHTS and first == 0:
+        sums = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
+        sums_b = tl.zeros([BLOCK_N], tl.float32)
+        for start in range(0, num_samples, BLOCK_N):
+            samples = start + tl.arange(0, BLOCK_N)
+            mask_n = samples < num_samples
+            dlogits = tl.load(dlogits_ptr + samples * num_modes + mode, mask=mask_n, other=0.0)
+            mean = load_rows(mean_ptr, samples, channels, mask_n, mask_c, num_channels)
+            sums += dlogits[:, None] * mean
+            sums_b += dlogits
+        offs_kc = mode * num_channels + channels
+        tl.store(dgate_weight_ptr + offs_kc, tl.sum(sums, 0), mask=mask_c)
+        tl.store(dgate_bias_ptr + mode, tl.sum(sums_b, 0))
+    if SUM_WEIGHTS and mode == 0:
         modes = tl.arange(0, BLOCK_K)
         mask_k = modes < num_modes
         shares = load_rows(dweights_ptr, modes, channels, mask_k, mask_c, num_channels)

@@ -84,12 +84,12 @@ def sample_gradients(
 
 
 def entropies(
-    gates: tuple[Tensor, ...], strength: Tensor, times: float, smallest: float
+    gates: tuple[Tensor, ...], strength: Tensor, smallest: float
 ) -> tuple[Tensor, Tensor]:
     """The weighted sum of entropies of gates, (N, K) each, and its slopes, (layers, K)."""
     stacked = torch.stack(gates)
     value, slopes = torch.empty_like(strength), stacked.new_empty(stacked.shape[::2])
-    call("entropies", (stacked, strength), (value, slopes), float(times), smallest, *stacked.shape)
+    call("entropies", (stacked, strength), (value, slopes), smallest, *stacked.shape)
     return value, slopes
 
 
