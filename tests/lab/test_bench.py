@@ -2,6 +2,7 @@
 
 import gc
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -110,7 +111,9 @@ def test_train_command_on_a_folder(tmp_path, monkeypatch):
 
 
 def test_sparsity_command(tmp_path, monkeypatch):
-    monkeypatch.setattr(sparsity, "SECONDS", 0.01)
+    monkeypatch.setitem(sparsity.SECONDS, "cpu", 0.01)
+    cases = [replace(case, rounds=2) for case in sparsity.SPARSITY_CASES]
+    monkeypatch.setattr("modenorm.lab.cli.bench.SPARSITY_CASES", cases)
     output = tmp_path / "sparsity.jsonl"
     result = CliRunner().invoke(app, ["bench", "sparsity", "--model", "lenet", "-o", str(output)])
     assert result.exit_code == 0, result.output

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from modenorm.lab.bench.model import model_names, network, training_step
-from modenorm.lab.bench.timing import alternating, captured, extra
+from modenorm.lab.bench.timing import Step, alternating, captured, extra
 from modenorm.sparsity import METHODS, ModeSparsity
 
 __all__ = ["SPARSITY_CASES", "SparsityCase", "measure_sparsity"]
 
-SECONDS = 0.5
-"""For each step in a round: what the penalty adds is small beside what other programs disturb."""
+SECONDS = {"cuda": 0.5, "cpu": 4.0}
+"""For each step in a round: on a CPU other programs disturb more than what the penalty adds."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class SparsityCase:
     size: int
     dtype: str
     modes: int = 8
-    rounds: int = 3  # each with new networks: where they lie in memory makes a difference
+    rounds: int = 3  # each with new networks
     replays: int = 1  # of a CUDA graph, one after the other
 
 
@@ -41,24 +41,21 @@ SPARSITY_CASES = (
 )
 
 
-def measure_sparsity(
-    cases: Iterable[SparsityCase], methods: Iterable[str] = METHODS, *, device: str
-) -> Iterator[dict[str, Any]]:
+def measure_sparsity(cases: Iterable[SparsityCase], *, device: str) -> Iterator[dict[str, Any]]:
     """One row per case and method; networks that can't be built here are left out."""
-    known, methods = ("lenet", *model_names()), list(methods)
+    known = ("lenet", *model_names())
     for case in cases:
         if case.model in known:
-            yield from _measure(case, methods, device)
+            yield from _measure(case, device)
 
 
-def _measure(case: SparsityCase, methods: list[str], device: str) -> Iterator[dict[str, Any]]:
+def _measure(case: SparsityCase, device: str) -> Iterator[dict[str, Any]]:
     images = torch.randn(case.batch, 3, case.size, case.size, device=device)
     images = images.to(memory_format=torch.channels_last)
     labels = torch.randint(0, 40, (case.batch,), device=device)
-    count = case.rounds if device == "cuda" else 4 * case.rounds  # other programs disturb more
-    rounds = [_round(case, methods, images, labels) for _ in range(count)]
+    rounds = [_round(case, images, labels) for _ in range(case.rounds)]
     plain_us = statistics.fmean(plain for plain, _ in rounds)
-    for i, method in enumerate(methods):
+    for i, method in enumerate(METHODS):
         found = [more[i] for _, more in rounds]
         within = 2 * statistics.stdev(found) / math.sqrt(len(found))
         yield {
@@ -68,7 +65,7 @@ def _measure(case: SparsityCase, methods: list[str], device: str) -> Iterator[di
             "dtype": case.dtype,
             "norm": f"mn{case.modes}",
             "method": method,
-            "rounds": count,
+            "rounds": case.rounds,
             "plain_us": plain_us,
             "penalty_us": statistics.fmean(found),
             "percent_of_step": 100 * statistics.fmean(found) / plain_us,
@@ -76,16 +73,29 @@ def _measure(case: SparsityCase, methods: list[str], device: str) -> Iterator[di
         }
 
 
-def _round(
-    case: SparsityCase, methods: list[str], images: Tensor, labels: Tensor
-) -> tuple[float, list[float]]:
-    """Microseconds of the step without a penalty, and what each penalty adds."""
-    steps, replays = [], case.replays if images.is_cuda else 1
-    for method in (None, *methods):
+def _round(case: SparsityCase, images: Tensor, labels: Tensor) -> tuple[float, list[float]]:
+    """Microseconds of the step without a penalty, and what each penalty adds.
+
+    The step without it is one of the network with the entropy, which is let go of: another network
+    lies elsewhere in memory, and on a CPU that makes more difference than the entropy.
+    """
+    parts: list[tuple[nn.Module, ModeSparsity]] = []
+    for method in METHODS:
         model = network(case.model, f"mn{case.modes}", 40).to(images.device)
-        penalty = ModeSparsity(model, method=method) if method else None
-        step = training_step(model, images, labels, case.dtype, penalty=penalty)
-        steps.append(captured(step, replays) if images.is_cuda else step)
-    plain, *others = alternating(steps, SECONDS)
-    more = [extra(times, plain).value / replays for times in others]
-    return statistics.median(plain) / replays, more
+        parts.append((model, ModeSparsity(model, method=method)))
+    shared, entropy = parts[METHODS.index("entropy")]
+    without = training_step(shared, images, labels, case.dtype)
+
+    def plain() -> None:
+        without()
+        entropy.forget()
+
+    steps: list[Step] = [plain]
+    for model, penalty in parts:
+        steps.append(training_step(model, images, labels, case.dtype, penalty=penalty))
+    replays = 1
+    if images.is_cuda:
+        replays, steps = case.replays, [captured(step, case.replays) for step in steps]
+    base, *others = alternating(steps, SECONDS[images.device.type])
+    more = [extra(times, base).value / replays for times in others]
+    return statistics.median(base) / replays, more

@@ -17,6 +17,7 @@ import torch
 
 __all__ = [
     "Difference",
+    "Step",
     "alternating",
     "captured",
     "device_time",
