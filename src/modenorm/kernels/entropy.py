@@ -25,11 +25,14 @@ def usage_entropy(gates: Sequence[Tensor], strength: Tensor, smallest: float) ->
     """
     if any(choose_backend(g) != "fused" for g in gates):
         return _plain(*gates, strength=strength, smallest=smallest)[0]
-    sizes: dict[Any, list[Tensor]] = {}
+    alike: dict[Any, list[Tensor]] = {}
     for g in gates:
-        sizes.setdefault((g.shape, g.dtype), []).append(g)
-    found = [_node(strength, smallest, *group) for group in sizes.values()]
-    return found[0] if len(found) == 1 else torch.stack(found).sum()
+        alike.setdefault((g.shape, g.dtype, g.device), []).append(g)
+    found = [
+        _node(strength.to(kind[2]), smallest, *group).to(strength.device)
+        for kind, group in alike.items()
+    ]
+    return sum(found[1:], found[0])
 
 
 def _plain(*gates: Tensor, strength: Tensor, smallest: float) -> tuple[Tensor]:

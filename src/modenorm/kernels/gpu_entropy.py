@@ -47,9 +47,9 @@ def _entropies_kernel(
 ):
     """−Σ u ln u of the layers' usage u = mean_n g_n, and its slope in g, times the strength."""
     begin(OVERLAPS)
-    layers = tl.arange(0, BLOCK_LAYERS)
-    modes = tl.arange(0, BLOCK_K)
-    known = (layers < num_layers)[:, None] & (modes < num_modes)[None, :]
+    columns = tl.arange(0, BLOCK_LAYERS * BLOCK_K)
+    layers, modes = columns // BLOCK_K, columns % BLOCK_K
+    known = (layers < num_layers) & (modes < num_modes)
     starts = tl.where(layers == 1, gates1_ptr.to(tl.int64), gates0_ptr.to(tl.int64))
     starts = tl.where(layers == 2, gates2_ptr.to(tl.int64), starts)
     starts = tl.where(layers == 3, gates3_ptr.to(tl.int64), starts)
@@ -57,21 +57,20 @@ def _entropies_kernel(
     starts = tl.where(layers == 5, gates5_ptr.to(tl.int64), starts)
     starts = tl.where(layers == 6, gates6_ptr.to(tl.int64), starts)
     starts = tl.where(layers == 7, gates7_ptr.to(tl.int64), starts)
-    ptrs = starts.to(tl.pointer_type(tl.float32))[:, None, None] + modes[None, None, :]
-    sums = tl.zeros([BLOCK_LAYERS, BLOCK_N, BLOCK_K], tl.float32)
+    ptrs = starts.to(tl.pointer_type(tl.float32)) + modes
+    sums = tl.zeros([BLOCK_N, BLOCK_LAYERS * BLOCK_K], tl.float32)
     for start in range(0, num_samples, BLOCK_N):
         samples = start + tl.arange(0, BLOCK_N)
-        mask = known[:, None, :] & (samples < num_samples)[None, :, None]
-        sums += tl.load(ptrs + samples[None, :, None] * num_modes, mask=mask, other=0.0)
-    usage = tl.sum(sums, 1) / num_samples
+        mask = (samples < num_samples)[:, None] & known[None, :]
+        sums += tl.load(ptrs[None, :] + samples[:, None] * num_modes, mask=mask, other=0.0)
+    usage = tl.sum(sums, 0) / num_samples
     empty = usage < smallest
     usage = tl.where(empty, smallest, usage)
     logs = tl.log(usage)
     weight = -tl.load(strength_ptr)
-    parts = tl.where(known, weight * usage * logs, 0.0)
-    tl.store(value_ptr, tl.sum(tl.sum(parts, 1), 0))
+    tl.store(value_ptr, tl.sum(tl.where(known, weight * usage * logs, 0.0), 0))
     slopes = tl.where(empty, 0.0, weight * (logs + 1.0) / num_samples)
-    tl.store(slopes_ptr + layers[:, None] * num_modes + modes[None, :], slopes, mask=known)
+    tl.store(slopes_ptr + layers * num_modes + modes, slopes, mask=known)
 
 
 def entropies(
