@@ -83,6 +83,18 @@ def test_strength_is_a_tensor_that_can_be_changed():
     torch.testing.assert_close(sparsity(), first / 2)
 
 
+@pytest.mark.parametrize("strength", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("model_type", [torch.float64, torch.float32], ids=str)
+def test_strength_of_any_type(model_type, strength):
+    model, x = small_model().to(model_type), torch.randn(4, 3, 8, 8, dtype=model_type)
+    sparsity = ModeSparsity(model, strength=0.5)
+    model(x)
+    wanted = sparsity()
+    sparsity.to(strength)
+    model(x)
+    torch.testing.assert_close(sparsity(), wanted)
+
+
 def test_it_hears_training_alone_and_asks_to_be_called_after_the_model():
     model, x = small_model(), torch.randn(4, 3, 8, 8, dtype=torch.float64)
     sparsity = ModeSparsity(model)

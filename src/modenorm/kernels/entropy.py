@@ -28,10 +28,10 @@ def usage_entropy(gates: Sequence[Tensor], strength: Tensor, smallest: float) ->
     alike: dict[Any, list[Tensor]] = {}
     for g in gates:
         alike.setdefault((g.shape, g.dtype, g.device), []).append(g)
-    found = [
-        _node(strength.to(kind[2]), smallest, *group).to(strength.device)
-        for kind, group in alike.items()
-    ]
+    found = []
+    for (_, dtype, device), group in alike.items():
+        value = _node(strength.to(device, dtype), smallest, *group)
+        found.append(value.to(strength.device))
     return sum(found[1:], found[0])
 
 
