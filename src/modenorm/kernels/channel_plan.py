@@ -53,7 +53,10 @@ class ChannelPlan:
         x, gate_weight, gate_bias, weight, bias, gates, kept, scratch, _ = arrays
         mean, var, mode_mean, mode_var = split(self.kept, kept)
         scale, shift = split(self.forward, scratch)
-        (self.passes.moments if self.pixel else self.passes.mean)(stream, x, mean, var)
+        if self.pixel:
+            self.passes.moments(stream, x, mean, var)
+        else:
+            self.passes.mean(stream, x, mean, scale)  # which is written over afterwards
         affine = (pointer(weight, mean), pointer(bias, mean))
         self.mixing.forward(
             stream, mean, var, gate_weight, gate_bias, *affine, scale, shift, gates,
