@@ -134,7 +134,7 @@ class ModePlan:
     def _inference(self, stream: Stream, split: Split, arrays: Inference) -> None:
         mean, scale, shift, finite = split(self.inference, arrays.scratch)
         x, gate_weight, gate_bias, weight, bias, *estimates, used, _, y = arrays
-        self.passes.moments(stream, x, mean, scale)  # faster than the mean alone
+        self.passes.mean(stream, x, mean, scale)  # which is written over afterwards
         self.mixing.gates(stream, mean, mean, gate_weight, gate_bias, used, finite)
         affine = (pointer(weight, mean), pointer(bias, mean))
         self.mixing.coefficients(stream, mean, used, *estimates, *affine, scale, shift)
