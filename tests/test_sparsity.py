@@ -1,6 +1,7 @@
 """The penalty is the formula it claims, learns as it should, and leaves nothing on the model."""
 
 import copy
+import io
 import pickle
 
 import pytest
@@ -187,6 +188,15 @@ def test_a_module_that_holds_its_penalty_can_be_pickled():
     torch.testing.assert_close(copied.state_dict(), whole.state_dict())
     with pytest.raises(ValueError, match="heard no gates"):
         copied["penalty"]()
+
+
+def test_a_model_with_switches_says_why_it_cannot_be_pickled():
+    model = small_model()
+    sparsity = ModeSparsity(model, method="switch")
+    with pytest.raises(pickle.PicklingError, match=r"state dicts, or call remove\(\)"):
+        torch.save(model, io.BytesIO())
+    sparsity.remove()
+    torch.save(model, io.BytesIO())
 
 
 def test_penalties_and_recordings_may_overlap():

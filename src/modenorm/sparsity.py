@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -188,9 +189,6 @@ class ModeSparsity(nn.Module):
         # the first ones are for parts of the model that are called by themselves
         drawn = [change.detach() for change in self._changes(drawn=False)]
 
-        def draw(module: nn.Module, _: tuple[Any, ...]) -> None:
-            drawn[:] = self._changes(drawn=module.training)
-
         def added(place: int) -> Callable[[nn.Module, Any, Tensor], Tensor]:
             return lambda _, __, logits: logits + drawn[place].to(logits)
 
@@ -201,7 +199,7 @@ class ModeSparsity(nn.Module):
                 self._attached.callback(_take_off, layer.gate, change)
             else:
                 self._attached.callback(layer.gate.register_forward_hook(added(place)).remove)
-        self._attached.callback(model.register_forward_pre_hook(draw).remove)
+        self._attached.callback(model.register_forward_pre_hook(_Draw(self, drawn)).remove)
 
     def _changes(self, drawn: bool) -> list[Tensor]:
         """What is added to the logits of every mode, by layer: drawn, or the most likely."""
@@ -212,6 +210,25 @@ class ModeSparsity(nn.Module):
     def extra_repr(self) -> str:
         """The arguments."""
         return f"strength={float(self.strength):g}, method={self.method!r}"
+
+
+class _Draw:
+    """Draws the switches before every forward of a model; its copies have the same switches."""
+
+    def __init__(self, sparsity: ModeSparsity, drawn: list[Tensor]) -> None:
+        self.sparsity, self.drawn = sparsity, drawn
+
+    def __call__(self, model: nn.Module, _: tuple[Any, ...]) -> None:
+        self.drawn[:] = self.sparsity._changes(drawn=model.training)
+
+    def __deepcopy__(self, _: dict[int, Any]) -> _Draw:
+        return self
+
+    def __reduce__(self) -> str:
+        raise pickle.PicklingError(
+            "the model has the switches of a ModeSparsity on it, which a pickle can't hold: save "
+            "state dicts, or call remove() of the penalty first"
+        )
 
 
 def _take_off(gate: LinearGate, change: Callable[[], Tensor]) -> None:
