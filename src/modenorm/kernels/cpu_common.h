@@ -27,34 +27,50 @@ enum { GRAIN = 32768 }; /* numbers that are worth handing to a thread */
 
 typedef void (*Task)(const void *call, i64 index);
 typedef void (*StartTeam)(void (*work)(void *), void *data, unsigned threads, unsigned flags);
+
+enum { RANGES = 64, APART = 8 }; /* most ranges of a loop; numbers between their counters */
+
 typedef struct {
     Task task;
     const void *call;
-    i64 count, step, next;
+    i64 count, step, ranges, workers;
+    i64 next[RANGES * APART];
 } Loop;
 
 static StartTeam start_team;
 
 EXPORT void modenorm_set_team(StartTeam start) { start_team = start; }
 
+/* Each thread goes through a range of its own, then helps others with theirs: threads that write
+   side by side to memory that is new would wait for each other's pages. */
 static void work(void *data)
 {
     Loop *loop = data;
-    for (;;) {
-        i64 first = __atomic_fetch_add(&loop->next, loop->step, __ATOMIC_RELAXED);
-        if (first >= loop->count)
-            return;
-        i64 last = least(first + loop->step, loop->count);
-        for (i64 i = first; i < last; i++)
-            loop->task(loop->call, i);
+    i64 own = __atomic_fetch_add(&loop->workers, 1, __ATOMIC_RELAXED);
+    for (i64 k = 0; k < loop->ranges; k++) {
+        i64 range = (own + k) % loop->ranges, end = (range + 1) * loop->count / loop->ranges;
+        for (;;) {
+            i64 *next = loop->next + range * APART;
+            i64 first = __atomic_fetch_add(next, loop->step, __ATOMIC_RELAXED);
+            if (first >= end)
+                break;
+            i64 last = least(first + loop->step, end);
+            for (i64 i = first; i < last; i++)
+                loop->task(loop->call, i);
+        }
     }
 }
 
 /* Calls task for every index below count, each of which takes about `size` numbers. */
 static void each(Task task, const void *call, i64 count, i64 size, i64 threads)
 {
-    Loop loop = {task, call, count, most(1, GRAIN / most(1, size)), 0};
-    if (threads > 1 && start_team && count > loop.step)
+    Loop loop = {.task = task, .call = call, .count = count};
+    loop.step = most(1, GRAIN / most(1, size));
+    int shared = threads > 1 && start_team && count > loop.step;
+    loop.ranges = shared ? least(threads, RANGES) : 1;
+    for (i64 range = 0; range < loop.ranges; range++)
+        loop.next[range * APART] = range * count / loop.ranges;
+    if (shared)
         start_team(work, &loop, (unsigned)threads, 0);
     else
         work(&loop);
