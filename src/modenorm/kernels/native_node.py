@@ -32,18 +32,19 @@ def mode_norm(
     bias: Tensor | None,
     estimates: RunningEstimates | None,
     options: Options,
-) -> tuple[Tensor, Tensor] | None:
+) -> tuple[Tensor, Tensor | None] | None:
     """Y and the gates (N, K), or None if C can't take these tensors; gates None: the gate's.
 
     In training the estimates are moved; otherwise they are used, and y is not differentiable.
+    Gates that don't matter are None, unless they were given.
     """
     inputs = (as_dense(x.resolve_neg()), gates, gate_weight, gate_bias, weight, bias)
     if not _fit(*inputs, estimates, options.num_modes):
         return None
     if options.training and recomputing():
         estimates = None
-    y, used = _node(*inputs, estimates, options)
-    return y, used if gates is None else gates
+    found = _node(*inputs, estimates, options)
+    return found if options.gates_matter and gates is None else (found, gates)
 
 
 def _fit(
@@ -98,7 +99,7 @@ class _ModeNorm(torch.autograd.Function):
         bias: Tensor | None,
         estimates: RunningEstimates | None,
         options: Options,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         y = torch.empty_like(x)
         if gates is None:
             assert gate_weight is not None
@@ -122,10 +123,12 @@ class _ModeNorm(torch.autograd.Function):
         ctx.save_for_backward(x, gates, gate_weight, gate_bias, weight, bias, used, kept)
         ctx.eps, ctx.sizes = options.eps, sizes
         ctx.set_materialize_grads(False)
-        return y, used if gates is None else None
+        return (y, used) if options.gates_matter and gates is None else y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, dused: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, dy: Tensor | None, dused: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
         *inputs, used, kept = ctx.saved_tensors  # once: checkpointing unpacks them once
         x, gates, gate_weight, gate_bias, weight, bias = inputs
         needed = ctx.needs_input_grad
