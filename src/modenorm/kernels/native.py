@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["SWITCH", "Native", "call", "library", "takes"]
+__all__ = ["SWITCH", "Native", "call", "call_at", "dense", "library", "takes"]
 
 SWITCH = "MODENORM_CPU_KERNELS"  # 0: torch operators run instead
 NAMES = ("cpu_layer.c", "cpu_mixing.c", "cpu_passes.c", "gpu_launch.c", "cpu_common.h")
@@ -110,13 +110,18 @@ def call(
 
     Inputs are made dense; outputs have to be, and those that come first in an order of their own.
     """
-    arrays = (*first, *map(_dense, inputs), *outputs)
-    addresses = [None if array is None else array.data_ptr() for array in arrays]
+    arrays = (*first, *map(dense, inputs), *outputs)
+    call_at(name, [None if array is None else array.data_ptr() for array in arrays], numbers)
+
+
+def call_at(name: str, addresses: Sequence[int | None], numbers: Sequence[int | float]) -> None:
+    """`call` with arrays at these addresses, as C expects them; who calls keeps them alive."""
     numbers = (*numbers, torch.get_num_threads())
     _function(name, len(addresses), tuple(map(type, numbers)))(*addresses, *numbers)
 
 
-def _dense(array: Tensor | None) -> Tensor | None:
+def dense(array: Tensor | None) -> Tensor | None:
+    """The same numbers in a row, without a sign that is only noted."""
     if array is None or (array.is_contiguous() and not array.is_neg()):
         return array
     return array.resolve_neg().contiguous()

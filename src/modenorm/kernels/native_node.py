@@ -7,6 +7,7 @@ backward repeats the forward in plain operators.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -17,10 +18,13 @@ from modenorm.buffers import recomputing
 from modenorm.checks import Options
 from modenorm.kernels import plain, runs_native
 from modenorm.kernels.layout import as_dense, dense_like, is_channels_last
-from modenorm.kernels.native import call
+from modenorm.kernels.native import call_at, dense
 from modenorm.mixing import RunningEstimates
 
 __all__ = ["mode_norm"]
+
+
+MOST_PLANS = 4096
 
 
 def mode_norm(
@@ -38,33 +42,77 @@ def mode_norm(
     In training the estimates are moved; otherwise they are used, and y is not differentiable.
     Gates that don't matter are None, unless they were given.
     """
-    inputs = (as_dense(x.resolve_neg()), gates, gate_weight, gate_bias, weight, bias)
-    if not _fit(*inputs, estimates, options.num_modes):
+    x = as_dense(x.resolve_neg())
+    inputs = [dense(t) for t in (gates, gate_weight, gate_bias, weight, bias)]
+    plan = _plan_for(x, inputs, estimates, options)
+    if plan is None:
         return None
     if options.training and recomputing():
         estimates = None
-    found = _node(*inputs, estimates, options)
+    found = _node(x, *inputs, estimates, plan, options.gates_matter)
     return found if options.gates_matter and gates is None else (found, gates)
+
+
+class _Plan:
+    """Of calls that look the same: the numbers for C, and where arrays lie in shared memory."""
+
+    def __init__(self, x: Tensor, inputs: list[Tensor | None], options: Options) -> None:
+        gates, gate_weight, _, *affine = inputs
+        num_samples, num_channels = x.shape[:2]
+        num_modes = _num_modes(gates, gate_weight)
+        rows, table = num_samples * num_channels, num_modes * num_channels
+        self.eps, self.gates_shape = options.eps, (num_samples, num_modes)
+        steps = (num_channels if p is not None and p.ndim == 2 else 0 for p in affine)
+        sizes = (num_samples, num_channels, num_modes, math.prod(x.shape[2:]))
+        self.numbers = (float(options.eps), *steps, *sizes, int(is_channels_last(x)))
+        momentum = -1.0 if options.momentum is None else float(options.momentum)
+        self.moves = (momentum, int(options.running_update == "usage"))
+        self.training = options.training
+        of_gates = num_samples * num_modes
+        self.gates_in_kept = 3 * rows + 2 * table + num_modes
+        self.kept, self.scratch = self.gates_in_kept + of_gates, rows + table
+        self.gates_in_scratch = 4 * rows + 3 * table
+        self.backward_scratch = self.gates_in_scratch + of_gates
+
+
+_plans: dict[tuple[Any, ...], _Plan | None] = {}
+
+
+def _plan_for(
+    x: Tensor, inputs: list[Tensor | None], estimates: RunningEstimates | None, options: Options
+) -> _Plan | None:
+    """The plan of a call on a dense x; None if C can't take these tensors."""
+    tensors = (x, *inputs, *(estimates or ()))
+    key = (
+        options.num_modes, options.eps, options.momentum, options.running_update, options.training,
+        *[
+            None if t is None else (type(t), t.shape, t.is_contiguous(), t.dtype, t.device)
+            for t in tensors
+        ],
+    )  # fmt: skip
+    if key not in _plans:
+        if len(_plans) == MOST_PLANS:
+            _plans.clear()
+        fits = _fit(x, inputs, estimates, options.num_modes)
+        _plans[key] = _Plan(x, inputs, options) if fits else None
+    return _plans[key]
 
 
 def _fit(
     x: Tensor,
-    gates: Tensor | None,
-    gate_weight: Tensor | None,
-    gate_bias: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
+    inputs: list[Tensor | None],
     estimates: RunningEstimates | None,
     expected_modes: int | None,
 ) -> bool:
     """Whether kinds and shapes are as C expects: it would read whatever lies there."""
+    gates, gate_weight, gate_bias, weight, bias = inputs
     mean, var, tracked, share = (None,) * 4 if estimates is None else estimates
     if not runs_native(x, gates, gate_weight, gate_bias, weight, bias, mean, var, share):
         return False
     first = gate_weight if gates is None else gates
     if first is None or first.ndim != 2:
         return False
-    num_modes = first.shape[0 if gates is None else 1]
+    num_modes = _num_modes(gates, gate_weight)
     if expected_modes not in (None, num_modes):
         return False
     table, row, column = (num_modes, x.shape[1]), (x.shape[1],), (num_modes,)
@@ -87,6 +135,13 @@ def _fit(
     )
 
 
+def _num_modes(gates: Tensor | None, gate_weight: Tensor | None) -> int:
+    if gates is not None:
+        return gates.shape[1]
+    assert gate_weight is not None
+    return gate_weight.shape[0]
+
+
 class _ModeNorm(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -98,74 +153,69 @@ class _ModeNorm(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         estimates: RunningEstimates | None,
-        options: Options,
+        plan: _Plan,
+        gates_matter: bool,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        y = torch.empty_like(x)
-        if gates is None:
-            assert gate_weight is not None
-            used = x.new_empty((x.shape[0], gate_weight.shape[0]))
-        else:
-            used = gates.contiguous()
-        num_modes = used.shape[1]
-        rows, table = x.shape[0] * x.shape[1], num_modes * x.shape[1]
-        kept, scratch = x.new_empty(3 * rows + 2 * table + num_modes), x.new_empty(rows + table)
-        sizes = _sizes(options.eps, weight, bias, x, num_modes)
-        call(
+        y, kept, scratch = torch.empty_like(x), _floats(plan.kept), _floats(plan.scratch)
+        used = gates
+        if gates_matter and gates is None:
+            used = _floats(plan.gates_shape)
+        at = kept.data_ptr()
+        of_gates = at + 4 * plan.gates_in_kept if used is None else used.data_ptr()
+        given = map(_address, (x, gate_weight, gate_bias, weight, bias, y))
+        moved = map(_address, _in_c_order(estimates))
+        from_batch = int(plan.training or estimates is None)
+        call_at(
             "forward",
-            (gate_weight, gate_bias, weight, bias),
-            (y, used, kept, scratch, *_in_c_order(estimates)),
-            -1.0 if options.momentum is None else float(options.momentum),
-            int(options.running_update == "usage"),
-            int(options.training or estimates is None),
-            *sizes,
-            first=(x,),
+            (*given, of_gates, at, scratch.data_ptr(), *moved),
+            (*plan.moves, from_batch, *plan.numbers),
         )
         ctx.save_for_backward(x, gates, gate_weight, gate_bias, weight, bias, used, kept)
-        ctx.eps, ctx.sizes = options.eps, sizes
+        ctx.plan = plan
         ctx.set_materialize_grads(False)
-        return (y, used) if options.gates_matter and gates is None else y
+        return (y, used) if used is not None and gates is None else y
 
     @staticmethod
     def backward(
         ctx: Any, dy: Tensor | None, dused: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
         *inputs, used, kept = ctx.saved_tensors  # once: checkpointing unpacks them once
-        x, gates, gate_weight, gate_bias, weight, bias = inputs
-        needed = ctx.needs_input_grad
+        x, gates, *parameters = inputs
+        plan, needed = ctx.plan, ctx.needs_input_grad
         if plain.only_plain(dy, dused) or dy is None or not runs_native(x, dy, dused):
-            forward = partial(plain.mode_norm, eps=ctx.eps)
-            return (*plain.differentiate(forward, inputs, needed, (dy, dused)), None, None)
+            forward = partial(plain.mode_norm, eps=plan.eps)
+            return (*plain.differentiate(forward, inputs, needed, (dy, dused)), None, None, None)
+        dy, dused = dense_like(dy, x), dense(dused)
         dx = torch.empty_like(x) if needed[0] else None
-        parameters = (gate_weight, gate_bias, weight, bias)
-        gradients = [None if p is None else x.new_empty(p.shape) for p in parameters]
-        dgates = torch.empty_like(used)
-        rows, table = x.shape[0] * x.shape[1], used.shape[1] * x.shape[1]
-        scratch = x.new_empty(4 * rows + 3 * table)
-        call(
+        gradients = [None if p is None else torch.empty_like(p) for p in parameters]
+        dgates = None if gates is None else torch.empty_like(gates)
+        scratch = _floats(plan.backward_scratch)
+        gate_weight, _, weight, bias = parameters
+        at, free = kept.data_ptr(), scratch.data_ptr()
+        of_gates = at + 4 * plan.gates_in_kept if used is None else used.data_ptr()
+        of_dgates = free + 4 * plan.gates_in_scratch if dgates is None else dgates.data_ptr()
+        given = map(_address, (gate_weight, weight, bias, dused, dx))
+        found = map(_address, gradients)
+        call_at(
             "backward",
-            (used, kept, gate_weight, weight, bias, dused),
-            (dx, dgates, *gradients, scratch),
-            *ctx.sizes,
-            first=(dense_like(dy, x), x),
+            (dy.data_ptr(), x.data_ptr(), of_gates, at, *given, of_dgates, *found, free),
+            plan.numbers,
         )
-        return dx, None if gates is None else dgates, *gradients, None, None
+        return dx, dgates, *gradients, None, None, None
 
 
 _node = plain.node(_ModeNorm)
+
+
+def _floats(shape: int | tuple[int, ...]) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
+
+
+def _address(array: Tensor | None) -> int | None:
+    return None if array is None else array.data_ptr()
 
 
 def _in_c_order(estimates: RunningEstimates | None) -> tuple[Tensor | None, ...]:
     if estimates is None:
         return (None,) * 4
     return estimates.mean, estimates.var, estimates.share, estimates.num_batches_tracked
-
-
-def _sizes(
-    eps: float, weight: Tensor | None, bias: Tensor | None, x: Tensor, num_modes: int
-) -> tuple[int | float, ...]:
-    """The numbers that both calls end with."""
-    num_samples, num_channels = x.shape[:2]
-    num_positions = x.numel() // (num_samples * num_channels)
-    steps = (num_channels if p is not None and p.ndim == 2 else 0 for p in (weight, bias))
-    sizes = (num_samples, num_channels, num_modes, num_positions)
-    return float(eps), *steps, *sizes, int(is_channels_last(x))
