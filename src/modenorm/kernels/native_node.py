@@ -68,11 +68,9 @@ class _Plan:
         momentum = -1.0 if options.momentum is None else float(options.momentum)
         self.moves = (momentum, int(options.running_update == "usage"))
         self.training = options.training
-        of_gates = num_samples * num_modes
-        self.gates_in_kept = 3 * rows + 2 * table + num_modes
-        self.kept, self.scratch = self.gates_in_kept + of_gates, rows + table
+        self.kept, self.scratch = 3 * rows + 2 * table + num_modes, rows + table
         self.gates_in_scratch = 4 * rows + 3 * table
-        self.backward_scratch = self.gates_in_scratch + of_gates
+        self.backward_scratch = self.gates_in_scratch + num_samples * num_modes
 
 
 _plans: dict[tuple[Any, ...], _Plan | None] = {}
@@ -157,23 +155,19 @@ class _ModeNorm(torch.autograd.Function):
         gates_matter: bool,
     ) -> Tensor | tuple[Tensor, Tensor]:
         y, kept, scratch = torch.empty_like(x), _floats(plan.kept), _floats(plan.scratch)
-        used = gates
-        if gates_matter and gates is None:
-            used = _floats(plan.gates_shape)
-        at = kept.data_ptr()
-        of_gates = at + 4 * plan.gates_in_kept if used is None else used.data_ptr()
+        used = _floats(plan.gates_shape) if gates is None else gates
         given = map(_address, (x, gate_weight, gate_bias, weight, bias, y))
         moved = map(_address, _in_c_order(estimates))
         from_batch = int(plan.training or estimates is None)
         call_at(
             "forward",
-            (*given, of_gates, at, scratch.data_ptr(), *moved),
+            (*given, used.data_ptr(), kept.data_ptr(), scratch.data_ptr(), *moved),
             (*plan.moves, from_batch, *plan.numbers),
         )
         ctx.save_for_backward(x, gates, gate_weight, gate_bias, weight, bias, used, kept)
         ctx.plan = plan
         ctx.set_materialize_grads(False)
-        return (y, used) if used is not None and gates is None else y
+        return (y, used) if gates_matter and gates is None else y
 
     @staticmethod
     def backward(
@@ -191,14 +185,13 @@ class _ModeNorm(torch.autograd.Function):
         dgates = None if gates is None else torch.empty_like(gates)
         scratch = _floats(plan.backward_scratch)
         gate_weight, _, weight, bias = parameters
-        at, free = kept.data_ptr(), scratch.data_ptr()
-        of_gates = at + 4 * plan.gates_in_kept if used is None else used.data_ptr()
+        free = scratch.data_ptr()
         of_dgates = free + 4 * plan.gates_in_scratch if dgates is None else dgates.data_ptr()
         given = map(_address, (gate_weight, weight, bias, dused, dx))
         found = map(_address, gradients)
         call_at(
             "backward",
-            (dy.data_ptr(), x.data_ptr(), of_gates, at, *given, of_dgates, *found, free),
+            (*map(_address, (dy, x, used, kept)), *given, of_dgates, *found, free),
             plan.numbers,
         )
         return dx, dgates, *gradients, None, None, None
