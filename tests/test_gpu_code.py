@@ -16,7 +16,7 @@ from modenorm.kernels.layout import interpreting  # noqa: E402
 if interpreting():
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from modenorm.kernels import gpu_entropy, gpu_mixing_parts  # noqa: E402
+from modenorm.kernels import gpu_mixing_parts  # noqa: E402
 from modenorm.kernels import launch as launches  # noqa: E402
 from modenorm.kernels.gpu import Geometry, Passes  # noqa: E402
 from modenorm.kernels.gpu_channels import ChannelMixing  # noqa: E402
@@ -71,7 +71,9 @@ def resources(compiled, folder):
 
 
 def all_launches(*owners):
-    return [found for owner in owners for found in vars(owner).values() if hasattr(found, "tail")]
+    parts = [part for owner in owners for part in vars(owner).values()]
+    several = [launch for part in parts if isinstance(part, dict) for launch in part.values()]
+    return [found for found in parts + several if hasattr(found, "tail")]
 
 
 @pytest.mark.parametrize(("capability", "channels_last"), [(90, False), (90, True), (80, False)])
@@ -82,10 +84,10 @@ def test_kernels_compile(capability, channels_last, monkeypatch):
     owners = [Passes(geometry)]
     if not channels_last:  # the mixing sees (N, C) arrays alone
         affine, running = (True, True, False), (True, True, True, True)
-        owners.append(Mixing(8, 24, 36, 3, 1e-5, 0.1, True, affine, running, True))
+        owners.append(Mixing(8, 24, 36, 3, 1e-5, 0.1, True, affine, running, True, True))
         owners.append(ChannelMixing(8, 24, 36, 3, 1e-5, True, (True, True), True))
     found = all_launches(*owners)
-    assert len(found) == (6 if channels_last else 18)
+    assert len(found) == (6 if channels_last else 20)
     for launch in found:
         ptx = compile_for(launch, capability).asm["ptx"]
         assert ("griddepcontrol.wait" in ptx) == (capability >= 90), launch.kernel.__name__
@@ -108,7 +110,7 @@ def test_mixing_stays_in_registers(channels, num_modes, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     monkeypatch.setattr(launches, "can_overlap", lambda: True)
     affine, running = (True, True, False), (True, False, True, False)
-    mixing = Mixing(256, channels, 49, num_modes, 1e-5, 0.1, True, affine, running, True)
+    mixing = Mixing(256, channels, 49, num_modes, 1e-5, 0.1, True, affine, running, True, True)
     for launch in all_launches(mixing):
         assert resources(compile_for(launch, 90), tmp_path)["STACK"] == 0, launch.kernel.__name__
 
@@ -168,15 +170,6 @@ def test_parts_of_the_mixing_compile(affine, monkeypatch):
     parts = gpu_mixing_parts._launches.__wrapped__((8, 24, 3), 1e-5, affine, 0, True)
     for launch in all_launches(parts):
         assert "griddepcontrol.wait" in compile_for(launch, 90).asm["ptx"], launch.kernel.__name__
-
-
-@pytest.mark.parametrize("sizes", [(4, 128, 8), (8, 256, 8), (3, 5000, 64), (1, 7, 2)], ids=str)
-def test_entropies_compile(sizes, monkeypatch, tmp_path):
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
-    monkeypatch.setattr(launches, "can_overlap", lambda: True)
-    done = compile_for(gpu_entropy._launch.__wrapped__(*sizes, 1e-30, 0, True), 90)
-    assert "griddepcontrol.wait" in done.asm["ptx"]
-    assert resources(done, tmp_path)["STACK"] == 0
 
 
 @pytest.mark.parametrize(

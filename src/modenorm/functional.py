@@ -17,8 +17,9 @@ from modenorm.checks import (
     check_options,
     known_modes,
 )
+from modenorm.gates import Gate
 from modenorm.mixing import RunningEstimates
-from modenorm.paths import Gate, normalize_channels, normalize_modes
+from modenorm.paths import normalize_channels, normalize_modes
 
 __all__ = ["mode_group_norm", "mode_norm"]
 

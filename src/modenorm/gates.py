@@ -16,7 +16,9 @@ from modenorm.buffers import Float32Buffers, members, recomputing, running_dtype
 from modenorm.exchange import Ranks, in_use, statistics
 from modenorm.mixing import product
 
-__all__ = ["LinearGate", "StandardizedGate", "make_gate"]
+__all__ = ["Gate", "LinearGate", "StandardizedGate", "features_for", "make_gate"]
+
+Gate = Callable[[Tensor], Tensor]
 
 
 class LinearGate(nn.Module):
@@ -218,3 +220,11 @@ def reset_gate(gate: nn.Module) -> None:
         return
     for part in gate.children():
         reset_gate(part)
+
+
+def features_for(gate: Gate, pooled: Tensor) -> Tensor:
+    """A gating network of the user's own gets features of its own parameters' type."""
+    if isinstance(gate, nn.Module) and not isinstance(gate, LinearGate):
+        parameter = next(gate.parameters(), pooled)
+        return pooled.to(parameter.dtype)
+    return pooled

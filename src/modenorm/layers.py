@@ -5,38 +5,29 @@ Letters: N samples, C channels, L positions, K modes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from modenorm.buffers import Float32Buffers, members, running_dtype
+from modenorm.buffers import Float32Buffers, members, recomputing, running_dtype
 from modenorm.checks import Options, check_choice, check_count, check_eps, check_options
 from modenorm.exchange import Ranks, in_use
 from modenorm.gates import GateFactory, make_gate, reset_gate
+from modenorm.listeners import Heard
 from modenorm.mixing import RunningEstimates
 from modenorm.paths import normalize_channels, normalize_modes
 from modenorm.state import explain_modes
 
 __all__ = ["ModeGroupNorm", "ModeNorm1d", "ModeNorm2d", "ModeNorm3d"]
 
-GateListener = Callable[[Tensor], None]
 ESTIMATES = ("running_mean", "running_var", "num_batches_tracked", "running_share")
 MEMBERS = ("gate", "weight", "bias", *ESTIMATES)
 
 
-class _Heard(nn.Module):
-    """A layer whose gates somebody may hear; nobody hears those of its copies and pickles."""
-
-    gate_listener: GateListener | None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "gate_listener": None}
-
-
-class ModeNorm(_Heard, Float32Buffers):
+class ModeNorm(Heard, Float32Buffers):
     r"""What `ModeNorm1d`, `ModeNorm2d` and `ModeNorm3d` share; they differ in the ranks they take.
 
     Not a subclass of torch's `_BatchNorm`: converters for batch norm would replace it silently.
@@ -152,6 +143,7 @@ class ModeNorm(_Heard, Float32Buffers):
             )
         training = self.training and not (self.statistics_frozen and estimates is not None)
         ranks = in_use(self.ranks) if training else None
+        penalty = self.usage_penalty if torch.is_grad_enabled() else None
         options = Options(
             training,
             self.momentum,
@@ -160,9 +152,12 @@ class ModeNorm(_Heard, Float32Buffers):
             ranks,
             gates_matter=self.gate_listener is not None,
             num_modes=self.num_modes,
+            usage_strength=None if penalty is None else penalty.strength,
         )
         given = gate if gates is None else gates
-        y, used = normalize_modes(x, given, estimates, weight, bias, options, mask)
+        y, used, cost = normalize_modes(x, given, estimates, weight, bias, options, mask)
+        if penalty is not None and cost is not None and not recomputing():
+            penalty.hear(cost)
         if self.gate_listener is not None:
             assert used is not None
             self.gate_listener(used if gates is None else used.clone())  # theirs may change
@@ -290,7 +285,7 @@ class ModeNorm3d(ModeNorm):
     _ranks = (5,)
 
 
-class ModeGroupNorm(_Heard):
+class ModeGroupNorm(Heard):
     r"""Mode group normalization: each sample's channels are assigned softly to K modes.
 
     .. math:: y = (\alpha / K) \sum_k (x - \mu_k) / \sqrt{\sigma_k^2 + \epsilon} + \beta

@@ -11,12 +11,12 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from modenorm import exchange, mixing, reference
 from modenorm.buffers import recomputing
 from modenorm.checks import Options, check_input, masked
-from modenorm.gates import LinearGate
+from modenorm.gates import Gate, LinearGate, features_for
 from modenorm.kernels import (
     channel_arrays,
     channel_operators,
@@ -34,9 +34,10 @@ from modenorm.kernels.layout import statistics_dtype
 from modenorm.kernels.mode_arrays import Inputs, fits
 from modenorm.mixing import RunningEstimates, autocasting, product
 
-__all__ = ["Gate", "normalize_channels", "normalize_modes"]
+__all__ = ["normalize_channels", "normalize_modes"]
 
-Gate = Callable[[Tensor], Tensor]
+Found = tuple[Tensor, Tensor | None, Tensor | None]
+"""Y, the gates, and what their usage costs."""
 
 
 class _Call(NamedTuple):
@@ -64,10 +65,11 @@ def normalize_modes(
     bias: Tensor | None,
     options: Options,
     mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """`mode_norm` as the layers call it: returns y and the gates, (N, K).
+) -> Found:
+    """`mode_norm` as the layers call it: returns y, the gates (N, K), and what their usage costs.
 
-    Gates that don't matter may have no gradient, or be None.
+    Gates that don't matter may have no gradient, or be None. There is a cost if it was asked for by
+    a strength, and the gates can learn from it.
     """
     check_input(x)
     dtype = statistics_dtype(x)
@@ -80,10 +82,26 @@ def normalize_modes(
         return _normalize_modes(call)
 
 
-def _normalize_modes(call: _Call) -> tuple[Tensor, Tensor | None]:
+def _normalize_modes(call: _Call) -> Found:
+    options, strength = call.options, call.options.usage_strength
+    if strength is None:
+        return _found_modes(call)
+    # kernels find it where they have the gate, and a usage that is this rank's own
+    by_kernels = call.from_batch and options.ranks is None and not isinstance(call.gates, Tensor)
+    options = options._replace(
+        gates_matter=options.gates_matter or not by_kernels,
+        usage_strength=strength.to(call.x.device, torch.float32) if by_kernels else None,
+    )
+    y, gates, cost = _found_modes(call._replace(options=options))
+    if cost is None and gates is not None and len(gates) > 0:
+        cost = mixing.usage_cost(gates, strength.to(gates.device))
+    return y, gates, cost
+
+
+def _found_modes(call: _Call) -> Found:
     x, options = call.x, call.options
     if x.numel() == 0:
-        return _empty_modes(call)
+        return *_empty_modes(call), None
     if call.from_batch and x.numel() == x.shape[1] and options.ranks is None:
         raise ValueError(
             f"a batch of shape {tuple(x.shape)} has one value per channel, so no variance; "
@@ -91,13 +109,13 @@ def _normalize_modes(call: _Call) -> tuple[Tensor, Tensor | None]:
         )
     backend = choose_backend(x, plain_only=call.mask is not None)
     if backend == "reference":
-        return _reference_modes(call)
+        return *_reference_modes(call), None
     found = _by_one_node(call) if backend == "fused" else _compiled_modes(call)
     if found is not None:
         return found
     if not call.from_batch and isinstance(call.gates, Tensor):
-        return _without_moments(call, backend)
-    return _mixed_modes(call, backend)
+        return *_without_moments(call, backend), None
+    return *_mixed_modes(call, backend), None
 
 
 def normalize_channels(
@@ -121,7 +139,7 @@ def normalize_channels(
     with _full_precision(x):
         if x.numel() == 0:
             gates = x.new_zeros((*x.shape[:2], len(gate_weight)))
-            return _empty_output(x, gate_weight, gate_bias, weight, bias), gates
+            return plain.empty_output(x, gate_weight, gate_bias, weight, bias), gates
         backend = choose_backend(x)
         if backend == "reference":
             y = reference.mode_group_norm(
@@ -155,7 +173,7 @@ def _known_gates(call: _Call) -> bool:
     )
 
 
-def _by_one_node(call: _Call) -> tuple[Tensor, Tensor | None] | None:
+def _by_one_node(call: _Call) -> Found | None:
     """By kernels/fused.py or native_node.py, which have the paper's gate and given gates."""
     x, options = call.x, call.options
     if not call.from_batch and (torch.is_grad_enabled() or isinstance(call.gates, Tensor)):
@@ -168,7 +186,7 @@ def _by_one_node(call: _Call) -> tuple[Tensor, Tensor | None] | None:
     return found
 
 
-def _fused_modes(call: _Call) -> tuple[Tensor, Tensor | None] | None:
+def _fused_modes(call: _Call) -> Found | None:
     from modenorm.kernels import fused
 
     estimates, options = call.estimates, call.options
@@ -179,7 +197,7 @@ def _fused_modes(call: _Call) -> tuple[Tensor, Tensor | None] | None:
     return fused.mode_norm(call.x, _triton_inputs(call), estimates, options)
 
 
-def _compiled_modes(call: _Call) -> tuple[Tensor, Tensor] | None:
+def _compiled_modes(call: _Call) -> Found | None:
     """Under `torch.compile` on a GPU: maps for Inductor to fuse with their neighbours.
 
     Their coefficients are by our kernels.
@@ -335,7 +353,7 @@ def _gates_of(call: _Call, pooled: Tensor, x: Tensor) -> Tensor:
     if isinstance(gates, Tensor):
         given, name = gates.to(statistics_dtype(x)), "gates"
     else:
-        given, name = gates(_features_for(gates, pooled)).to(pooled.dtype), "the gate's logits"
+        given, name = gates(features_for(gates, pooled)).to(pooled.dtype), "the gate's logits"
     wrong_modes = num_modes is not None and given.shape[-1] != num_modes
     if given.ndim != 2 or given.shape[0] != x.shape[0] or wrong_modes:
         # written only here: a compiler takes a number in a text for a constant
@@ -347,35 +365,18 @@ def _gates_of(call: _Call, pooled: Tensor, x: Tensor) -> Tensor:
     return given if isinstance(gates, Tensor) else torch.softmax(given, dim=1)
 
 
-def _features_for(gate: Gate, pooled: Tensor) -> Tensor:
-    """A gating network of the user's own gets features of its own parameters' type."""
-    if isinstance(gate, nn.Module) and not isinstance(gate, LinearGate):
-        parameter = next(gate.parameters(), pooled)
-        return pooled.to(parameter.dtype)
-    return pooled
-
-
 def _empty_modes(call: _Call) -> tuple[Tensor, Tensor]:
     """No values: an empty output, and nothing to tell other ranks, who are told so."""
     x, gates, estimates, weight, bias, options, _ = call
     seen = x if isinstance(gates, Tensor) else x[:0]  # a gate learns nothing from no data
     mean, _ = plain.moments(x[:0], with_var=False)
     gates = _gates_of(call, mean, seen)
-    y = _empty_output(x, gates, weight, bias)
+    y = plain.empty_output(x, gates, weight, bias)
     if options.ranks is not None:
         batch = exchange.statistics(mean, torch.zeros_like(mean), gates[:0], options.ranks)
         _update_running(estimates, batch, options)
-        y = _empty_output(y, batch.mean, batch.var)
+        y = plain.empty_output(y, batch.mean, batch.var)
     return y, gates
-
-
-def _empty_output(x: Tensor, *used: Tensor | None) -> Tensor:
-    """An empty output that still hands zero gradients to everything that a full one would."""
-    y = x.clone()
-    for tensor in used:
-        if tensor is not None:
-            y = y + tensor.sum().to(y.dtype)
-    return y
 
 
 def _positions(x: Tensor) -> int:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from modenorm.buffers import recomputing
-from modenorm.layers import GateListener, ModeGroupNorm, ModeNorm
+from modenorm.layers import ModeGroupNorm, ModeNorm
+from modenorm.listeners import GateListener
 
 __all__ = ["GateRecording", "listening", "mode_layers", "record_gates"]
 

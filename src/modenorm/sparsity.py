@@ -18,10 +18,8 @@ from torch import Tensor, nn
 
 from modenorm.checks import check_choice
 from modenorm.gates import LinearGate
-from modenorm.kernels.entropy import usage_entropy
-from modenorm.layers import GateListener, ModeNorm
-from modenorm.modes import SMALLEST_GATE
-from modenorm.recording import listening, mode_layers
+from modenorm.layers import ModeNorm
+from modenorm.recording import mode_layers
 from modenorm.resizing import last_linear
 
 __all__ = ["DEFAULT_STRENGTH", "METHODS", "ModeSparsity"]
@@ -120,7 +118,7 @@ class ModeSparsity(nn.Module):
         self.method = method
         self._layers = tuple(layers)  # not submodules: their parameters are the model's
         self._sizes = [layer.num_modes for layer in layers]
-        self._gates: dict[int, Tensor] = {}
+        self._costs: dict[int, Tensor] = {}
         self._attached = contextlib.ExitStack()
         self._removed = False
         like = next(layers[0].parameters(), torch.empty(0))
@@ -131,30 +129,34 @@ class ModeSparsity(nn.Module):
             self.log_odds = nn.Parameter(torch.full((sum(self._sizes),), FIRST_SWITCH, **kind))
             self._attach_switches(model)
         else:
-            heard = [(layer, self._listener(i)) for i, layer in enumerate(layers)]
-            self._attached.enter_context(listening(heard))
+            for place, layer in enumerate(layers):
+                part = _Part(self, place)
+                layer.usage_penalty = part
+                self._attached.callback(_release, layer, part)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles, say of a module that holds this one, are on no model."""
-        alone = {"_layers": (), "_gates": {}, "_attached": contextlib.ExitStack(), "_removed": True}
+        alone = {"_layers": (), "_costs": {}, "_attached": contextlib.ExitStack(), "_removed": True}
         return {**self.__dict__, **alone}
 
     def forward(self) -> Tensor:
         """The loss of the model's last forward in training."""
         if self.log_odds is not None:
             return self.strength * expected_open(self.log_odds).sum()
-        if not self._gates:
+        if not self._costs:
             raise ValueError(
                 "ModeSparsity heard no gates since it was last called; call it after each forward "
                 "of the model in training mode, with gradients enabled"
             )
-        heard = list(self._gates.values())
+        first, *others = (cost.to(self.strength.device) for cost in self._costs.values())
         self.forget()
-        return usage_entropy(heard, self.strength, SMALLEST_GATE)
+        if len(others) < 2:  # fewer operators than a sum takes
+            return first + others[0] if others else first
+        return torch.stack([first, *others]).sum()
 
     def forget(self) -> None:
-        """Let go of the last forward's gates, after a step that does without the penalty."""
-        self._gates.clear()
+        """Let go of the last forward's costs, after a step that does without the penalty."""
+        self._costs.clear()
 
     @torch.no_grad()
     def remove(self) -> None:
@@ -169,13 +171,6 @@ class ModeSparsity(nn.Module):
                 linear.bias.add_(change.to(linear.bias))
         self._attached.close()
         self.forget()
-
-    def _listener(self, place: int) -> GateListener:
-        def listen(gates: Tensor) -> None:
-            if gates.requires_grad and gates.shape[0] > 0:
-                self._gates[place] = gates
-
-        return listen
 
     def _attach_switches(self, model: nn.Module) -> None:
         for layer in self._layers:
@@ -210,6 +205,26 @@ class ModeSparsity(nn.Module):
     def extra_repr(self) -> str:
         """The arguments."""
         return f"strength={float(self.strength):g}, method={self.method!r}"
+
+
+class _Part:
+    """What one layer knows of a penalty."""
+
+    def __init__(self, sparsity: ModeSparsity, place: int) -> None:
+        self.sparsity, self.place = sparsity, place
+
+    @property
+    def strength(self) -> Tensor:
+        return self.sparsity.strength
+
+    def hear(self, cost: Tensor) -> None:
+        if cost.requires_grad:
+            self.sparsity._costs[self.place] = cost
+
+
+def _release(layer: ModeNorm, part: _Part) -> None:
+    if layer.usage_penalty is part:  # and not that of a later penalty
+        layer.usage_penalty = None
 
 
 class _Draw:

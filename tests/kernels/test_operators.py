@@ -49,7 +49,7 @@ def test_against_plain_operators(
         batch = mixing.batch_statistics(mean, var, gates)
         coefficients = (batch.mean, batch.var, gates, mean, weight, bias, options.eps)
         scale, shift = mixing.coefficients(*coefficients)
-        return plain.apply(x, mean, scale, shift), gates
+        return plain.apply(x, mean, scale, shift), gates, None
 
     found = []
     options = Options(True, momentum, running_update=update, gates_matter=gates_matter)
@@ -59,7 +59,8 @@ def test_against_plain_operators(
             for t in (x, gates, *gate, *parameters)
         ]
         running = estimates()
-        y, used = function(inputs[0], Inputs(*inputs[1:]), running, options)
+        y, used, cost = function(inputs[0], Inputs(*inputs[1:]), running, options)
+        assert cost is None
         leaves = [t for t in inputs if t is not None]
         heads = ((y, used), (dy, pull)) if gates_matter else (y, dy)
         gradients = torch.autograd.grad(heads[0], leaves, heads[1])
@@ -74,11 +75,12 @@ def test_operator_registration(device):
     inputs = (None, torch.randn(2, 6, device=device), torch.randn(2, device=device), None, None)
     running = (torch.zeros(2, 6, device=device), torch.ones(2, 6, device=device), None, None)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    forward = (x, *inputs, *running, 1e-5, 0.1, False)
-    torch.library.opcheck(operators.statistics, forward, test_utils=checks)
-    kept, _ = operators.statistics(*forward)
-    for dused in (torch.zeros(4, 2, device=device), None):
-        backward = (dy, dused, x, *inputs, kept, 1e-5)
+    number = torch.tensor(0.3, device=device)
+    for strength, dused in ((number, None), (None, torch.zeros(4, 2, device=device))):
+        forward = (x, *inputs, *running, strength, 1e-5, 0.1, False)
+        torch.library.opcheck(operators.statistics, forward, test_utils=checks)
+        kept, *_ = operators.statistics(*forward)
+        backward = (dy, dused, strength, strength, x, *inputs, kept, 1e-5)
         torch.library.opcheck(operators.gradients, backward, test_utils=checks)
 
 

@@ -9,6 +9,7 @@
 typedef struct {
     const float *mean, *weight, *gates;
     const float *more; /* the gradient that comes to the gates from elsewhere, or NULL */
+    const float *same; /* and to those of all samples alike, (K), or NULL */
     const float *bias;
     float *out[2];
     float *dmean, *dvar;
@@ -51,6 +52,7 @@ static void sample_logits(const void *data, i64 n)
     float along = 0;
     for (i64 k = 0; k < modes; k++) {
         dgates[k] += gate->more ? gate->more[n * modes + k] : 0;
+        dgates[k] += gate->same ? gate->same[k] : 0;
         greatest = gates[k] > gates[greatest] ? k : greatest;
     }
     /* gates sum to 1: only differences count, and digits are kept where one gate is near 1 */
@@ -127,6 +129,25 @@ static void update_running(const float *mode_mean, const float *mode_var, const 
     }
 }
 
+#define SMALLEST_USAGE 1e-30
+
+/* As `mixing.usage_cost`, and its slope in every gate of a mode, times a factor; either NULL. */
+static void usage_cost(const float *mass, float *cost, float *slopes, float factor, i64 samples,
+                       i64 modes)
+{
+    double entropy = 0;
+    for (i64 k = 0; k < modes; k++) {
+        double usage = mass[k] / (double)samples;
+        int unused = usage < SMALLEST_USAGE;
+        double logarithm = __builtin_log(unused ? SMALLEST_USAGE : usage);
+        entropy -= (unused ? SMALLEST_USAGE : usage) * logarithm;
+        if (slopes)
+            slopes[k] = unused ? 0 : (float)(-factor * (logarithm + 1) / (double)samples);
+    }
+    if (cost)
+        *cost = (float)(factor * entropy);
+}
+
 /* ---- What Python calls ---- */
 
 #define SIZES                                                                                      \
@@ -134,12 +155,13 @@ static void update_running(const float *mode_mean, const float *mode_var, const 
         i64 positions, i64 last, i64 threads
 
 /* gate_weight NULL: the gates are given. running_mean NULL: nothing to update, or to normalise
-   with. kept: mean, var, scale (N, C), μ, σ² (K, C), mass (K). scratch: (N, C) and (K, C). */
+   with. strength NULL: no cost. kept: mean, var, scale (N, C), μ, σ² (K, C), mass (K). scratch:
+   (N, C) and (K, C). */
 EXPORT void modenorm_forward(const float *x, const float *gate_weight, const float *gate_bias,
                              const float *weight, const float *bias, float *y, float *gates,
-                             float *kept, float *scratch, float *running_mean, float *running_var,
-                             float *share, i64 *tracked, float momentum, i64 usage, i64 from_batch,
-                             SIZES)
+                             float *kept, float *scratch, const float *strength, float *cost,
+                             float *running_mean, float *running_var, float *share, i64 *tracked,
+                             float momentum, i64 usage, i64 from_batch, SIZES)
 {
     i64 rows = samples * channels, table = modes * channels;
     float *mean = kept, *var = kept + rows, *scale = kept + 2 * rows;
@@ -152,6 +174,8 @@ EXPORT void modenorm_forward(const float *x, const float *gate_weight, const flo
     if (from_batch)
         modenorm_statistics(mean, var, gates, mass, mode_mean, mode_var, samples, channels, modes,
                             threads);
+    if (strength)
+        usage_cost(mass, cost, 0, *strength, samples, modes);
     if (from_batch && running_mean)
         update_running(mode_mean, mode_var, mass, running_mean, running_var, share, tracked,
                        momentum, usage, samples, channels, modes);
@@ -163,12 +187,14 @@ EXPORT void modenorm_forward(const float *x, const float *gate_weight, const flo
 }
 
 /* kept: as forward left it. dgates: of the gates, or of the logits where there is a gate; dused
-   comes from elsewhere, then. dx, dweight, dbias may be NULL. scratch: 4 (N, C) and 3 (K, C). */
+   comes from elsewhere, then; so does dcost, or is NULL. dx, dweight, dbias may be NULL. scratch:
+   4 (N, C), 3 (K, C), K. */
 EXPORT void modenorm_backward(const float *dy, const float *x, const float *gates,
                               const float *kept, const float *gate_weight, const float *weight,
-                              const float *bias, const float *dused, float *dx, float *dgates,
-                              float *dgate_weight, float *dgate_bias, float *dweight, float *dbias,
-                              float *scratch, SIZES)
+                              const float *bias, const float *dused, const float *strength,
+                              const float *dcost, float *dx, float *dgates, float *dgate_weight,
+                              float *dgate_bias, float *dweight, float *dbias, float *scratch,
+                              SIZES)
 {
     i64 rows = samples * channels, table = modes * channels;
     const float *mean = kept, *var = kept + rows, *scale = kept + 2 * rows;
@@ -176,6 +202,9 @@ EXPORT void modenorm_backward(const float *dy, const float *x, const float *gate
     const float *mass = mode_var + table;
     float *dscale = scratch, *dshift = scratch + rows, *dmean = scratch + 2 * rows;
     float *dvar = scratch + 3 * rows, *u = scratch + 4 * rows, *s = u + table, *scaled = s + table;
+    float *slopes = dcost ? scaled + table : 0;
+    if (dcost)
+        usage_cost(mass, 0, slopes, *strength * *dcost, samples, modes);
     modenorm_reduce_backward(dy, x, mean, dshift, dscale, samples, channels, positions, last,
                              threads);
     modenorm_mode_gradients(dscale, dshift, mean, gates, mode_mean, mode_var, mass, weight, u, s,
@@ -185,7 +214,7 @@ EXPORT void modenorm_backward(const float *dy, const float *x, const float *gate
                               bias, dmean, dvar, dgates, bias_step, samples, channels, modes,
                               threads);
     Gate gate = {.mean = mean, .weight = gate_weight, .gates = gates, .more = dused,
-                 .out = {dgates}, .dmean = dmean, .dvar = dvar, .samples = samples,
+                 .same = slopes, .out = {dgates}, .dmean = dmean, .dvar = dvar, .samples = samples,
                  .channels = channels, .modes = modes, .positions = positions};
     each(sample_logits, &gate, samples, table, threads);
     if (gate_weight) {

@@ -223,27 +223,5 @@ EXPORT void modenorm_sample_gradients(const float *dscale, const float *dshift, 
     each(sample_gradients_of, &mix, samples, modes * channels, threads);
 }
 
-/* As _entropies in kernels/entropy.py: gates (layers, N, K), value (1), slopes (layers, K). */
-EXPORT void modenorm_entropies(const float *gates, const float *strength, float *value,
-                               float *slopes, float smallest, i64 layers,
-                               i64 samples, i64 modes, i64 threads)
-{
-    double weight = *strength, sum = 0;
-    for (i64 i = 0; i < layers * modes; i++) {
-        const float *first = gates + i / modes * samples * modes + i % modes;
-        double usage = 0;
-        for (i64 n = 0; n < samples; n++)
-            usage += first[n * modes];
-        usage /= samples;
-        int empty = usage < smallest;
-        usage = empty ? smallest : usage;
-        double logarithm = __builtin_log(usage);
-        sum -= weight * usage * logarithm;
-        slopes[i] = empty ? 0 : (float)(-weight * (logarithm + 1) / samples);
-    }
-    *value = (float)sum;
-    (void)threads; /* too little to share */
-}
-
 #undef SIZES
 #undef GIVEN

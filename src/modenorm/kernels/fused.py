@@ -26,6 +26,8 @@ from modenorm.mixing import RunningEstimates
 
 __all__ = ["mode_norm", "mode_norm_inference"]
 
+Found = tuple[Tensor, Tensor | None, Tensor | None]
+"""Y, the gates, and what their usage costs."""
 Estimates = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 NO_ESTIMATES: Estimates = (None, None, None, None)
 NO_GRADIENTS = (None, None, None)  # of the node's last inputs, which are no tensors
@@ -33,25 +35,26 @@ NO_GRADIENTS = (None, None, None)  # of the node's last inputs, which are no ten
 
 def mode_norm(
     x: Tensor, inputs: Inputs, estimates: RunningEstimates | None, options: Options
-) -> tuple[Tensor, Tensor | None] | None:
-    """Y, and the gates (N, K) if they matter, by the batch's statistics, which move the estimates.
+) -> Found | None:
+    """Y, the gates (N, K) if they matter, and their cost, by the batch's statistics.
 
-    None if the kernels can't take these tensors.
+    These move the estimates. None if the kernels can't take these tensors.
     """
-    x, matter = as_dense(x), options.gates_matter
+    x = as_dense(x)
     running = None if recomputing() else estimates
     moves = running is not None and options.ranks is None
-    apart = matter or inputs.gates is not None
+    apart = options.gates_matter or inputs.gates is not None
     plan = plan_for(x, inputs, estimates, options, moves, apart)
     if plan is None:
         return None
-    found = _node(x, *inputs, running, plan, options)
-    return found if matter else (found, None)
+    y, *more = _node(x, *inputs, running, plan, options)
+    gates = more[0] if options.gates_matter else None
+    return y, gates, None if options.usage_strength is None else more[-1]
 
 
 def mode_norm_inference(
     x: Tensor, inputs: Inputs, estimates: RunningEstimates, options: Options
-) -> tuple[Tensor, Tensor] | None:
+) -> Found | None:
     """Y and the gates (N, K), with a linear gate and running estimates. Not differentiable.
 
     None if the kernels can't take these tensors.
@@ -63,7 +66,7 @@ def mode_norm_inference(
     y, gates = torch.empty_like(x), plan.gates_like(x)
     scratch = plan.inference.allocate(x.device)
     plan.run_inference(Inference(x, *inputs[1:], *estimates[:2], gates, scratch, y))
-    return y, gates
+    return y, gates, None
 
 
 class _ModeNorm(torch.autograd.Function):
@@ -79,34 +82,37 @@ class _ModeNorm(torch.autograd.Function):
         running: RunningEstimates | None,
         plan: ModePlan,
         options: Options,
-    ) -> Tensor | tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor | None, ...]:
         inputs, ranks, used = (gates, gate_weight, gate_bias, weight, bias), options.ranks, gates
-        y = torch.empty_like(x)
+        y, strength = torch.empty_like(x), options.usage_strength
+        cost = None if strength is None else torch.empty_like(strength)
         if options.gates_matter and gates is None:
             used = plan.gates_like(x)
         kept, scratch = plan.kept.allocate(x.device), plan.forward.allocate(x.device)
         moved: Estimates = running if running and ranks is None else NO_ESTIMATES
-        arrays = Forward(x, *inputs, *moved, used, kept, scratch, y)
+        arrays = Forward(x, *inputs, *moved, strength, cost, used, kept, scratch, y)
         if ranks is None:
             plan.run_forward(arrays)
         else:
             plan.run_statistics(arrays)
             _merge(plan.kept.tensors(kept)[2:5], plan.num_positions, running, ranks, options)
             plan.run_map(arrays)
-        ctx.save_for_backward(x, *inputs, used, kept)
+        ctx.save_for_backward(x, *inputs, used, strength, kept)
         ctx.plan, ctx.options = plan, options
         ctx.set_materialize_grads(False)
-        return (y, used) if options.gates_matter else y
+        heard = (y, used) if options.gates_matter else (y,)
+        return heard if cost is None else (*heard, cost)
 
     @staticmethod
-    def backward(
-        ctx: Any, dy: Tensor | None, dused: Tensor | None = None
-    ) -> tuple[Tensor | None, ...]:
-        *given, used, kept = ctx.saved_tensors
+    def backward(ctx: Any, dy: Tensor | None, *more: Tensor | None) -> tuple[Tensor | None, ...]:
+        *given, used, strength, kept = ctx.saved_tensors
         options, plan, ranks = ctx.options, ctx.plan, ctx.options.ranks
-        if plain.only_plain(dy, dused) or dy is None:
-            forward = partial(plain.mode_norm, eps=options.eps, ranks=ranks)
-            found = plain.differentiate(forward, given, ctx.needs_input_grad, (dy, dused))
+        dused = more[0] if options.gates_matter else None
+        dcost = None if strength is None else more[-1]
+        if plain.only_plain(dy, dused, dcost) or dy is None:
+            forward = partial(plain.mode_norm, eps=options.eps, strength=strength, ranks=ranks)
+            upstream = (dy, dused, dcost)
+            found = plain.differentiate(forward, given, ctx.needs_input_grad, upstream)
             return (*found, *NO_GRADIENTS)
         x, gates, *parameters = given
         dy = dense_like(dy, x)
@@ -115,15 +121,16 @@ class _ModeNorm(torch.autograd.Function):
         dgates = None if gates is None else torch.empty_like(gates)
         gradients = [None if p is None else torch.empty_like(p) for p in parameters]
         scratch = plan.backward.allocate(x.device)
-        places = (used, dused, kept, scratch, dx, dgates)
+        places = (used, dused, strength, dcost, kept, scratch, dx, dgates)
+        kind = dused is not None, dcost is not None
         arrays = Backward._make((dy, *given, *places, *gradients))
         if ranks is None:
-            plan.run_backward[dused is None](arrays)
+            plan.run_backward[kind](arrays)
         else:
             plan.run_modes_backward(arrays)
             if any(ctx.needs_input_grad[:4]):
                 _sum(plan.backward.tensors(scratch)[3:5], plan.kept.tensors(kept)[4], ranks)
-            plan.run_samples_backward[dused is None](arrays)
+            plan.run_samples_backward[kind](arrays)
         return dx, dgates, *gradients, *NO_GRADIENTS
 
 

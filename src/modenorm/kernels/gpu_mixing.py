@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from modenorm.kernels.gpu_arrays import TINY, begin, load_rows
+from modenorm.kernels.gpu_arrays import TINY, begin, load_rows, load_usage
 from modenorm.kernels.gpu_mixing_backward import (
     modes_backward_kernel,
     parameters_backward_kernel,
@@ -225,18 +225,23 @@ def _coefficients_kernel(
     bias_ptr,  # (C,) or (K, C)
     scale_ptr,  # (N, C)
     shift_ptr,  # (N, C)
+    mass_ptr,  # (K,)
+    strength_ptr,  # ()
+    cost_ptr,  # ()
     num_samples,
     num_channels,
     eps,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PER_MODE: tl.constexpr,
+    HAS_COST: tl.constexpr,
     NUM_MODES: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Scale and shift of a block of samples and channels."""
+    """Scale and shift of a block of samples and channels; what the modes' usage costs."""
     begin(OVERLAPS)
     samples = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     channels = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -264,6 +269,12 @@ def _coefficients_kernel(
     mask = mask_n[:, None] & mask_c[None, :]
     tl.store(scale_ptr + offs, scale, mask=mask)
     tl.store(shift_ptr + offs, shift, mask=mask)
+    if HAS_COST and tl.program_id(0) + tl.program_id(1) == 0:
+        modes = tl.arange(0, BLOCK_K)
+        mask_k = modes < NUM_MODES
+        usage, _ = load_usage(mass_ptr, modes, mask_k, num_samples)
+        entropy = tl.sum(tl.where(mask_k, -usage * tl.log(usage), 0.0), 0)
+        tl.store(cost_ptr, tl.load(strength_ptr) * entropy)
 
 
 class Mixing:
@@ -279,6 +290,7 @@ class Mixing:
         has_gate: the linear gate's parameters are given, not the gates.
         affine: which of weight and bias there are, and whether they are per mode.
         running: whether to update the running estimates, by usage, with a counter, with shares.
+        has_cost: whether to find what the modes' usage costs.
         direct: see `Launch`.
     """
 
@@ -293,6 +305,7 @@ class Mixing:
         has_gate: bool,
         affine: tuple[bool, bool, bool],
         running: tuple[bool, bool, bool, bool],
+        has_cost: bool,
         direct: bool,
     ) -> None:
         modes = triton.next_power_of_2(num_modes)
@@ -324,7 +337,7 @@ class Mixing:
             _coefficients_kernel,
             (triton.cdiv(num_samples, few), triton.cdiv(num_channels, narrow)),
             (num_samples, num_channels, eps),
-            (*affine, num_modes, few, narrow),
+            (*affine, has_cost, num_modes, modes, few, narrow),
             4,
             direct,
         )
@@ -336,17 +349,22 @@ class Mixing:
             4,
             direct,
         )
-        self.samples_backward, self.samples_backward_extra = (
-            Launch(
+        # by whether gates have a gradient from elsewhere, and the cost has one
+        self.samples_backward = {
+            (of_gates, of_cost): Launch(
                 samples_backward_kernel,
                 (num_samples,),
                 (num_channels, num_modes, num_positions, eps),
-                (*affine, has_gate, extra, less_wide >= num_channels, modes, less_wide),
+                (
+                    *(*affine, has_gate, of_gates, of_cost),
+                    *(less_wide >= num_channels, modes, less_wide),
+                ),
                 less_wide_warps,
                 direct,
             )
-            for extra in (False, True)
-        )
+            for of_gates in (False, True)
+            for of_cost in (False, True)
+        }
         has_weight, _, per_mode = affine
         self.parameters_backward, self.late_parameters_backward = (
             Launch(

@@ -16,6 +16,7 @@ from modenorm.kernels.gpu_arrays import (
     end_beside,
     load_affine,
     load_rows,
+    load_usage,
 )
 
 __all__ = ["modes_backward_kernel", "parameters_backward_kernel", "samples_backward_kernel"]
@@ -96,7 +97,10 @@ def samples_backward_kernel(
     weight_ptr,  # (C,) or (K, C)
     bias_ptr,  # (C,) or (K, C)
     gate_weight_ptr,  # (K, C)
-    extra_ptr,  # (N, K), the gradient of the gates as an output
+    dused_ptr,  # (N, K), the gradient of the gates as an output
+    mass_ptr,  # (K,)
+    strength_ptr,  # ()
+    dcost_ptr,  # (), the gradient of what the modes' usage costs
     dscale_ptr,  # A, (N, C); becomes the slope, 2 dv / L
     dshift_ptr,  # D, (N, C); becomes the offset, dm / L
     scale_ptr,  # (N, C), as in the forward
@@ -109,7 +113,8 @@ def samples_backward_kernel(
     HAS_BIAS: tl.constexpr,
     PER_MODE: tl.constexpr,
     HAS_GATE: tl.constexpr,
-    HAS_EXTRA: tl.constexpr,
+    OF_GATES: tl.constexpr,
+    OF_COST: tl.constexpr,
     SINGLE: tl.constexpr,  # one tile holds all channels
     BLOCK_K: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -147,8 +152,12 @@ def samples_backward_kernel(
                 num_channels, HAS_BIAS and PER_MODE,
             )  # fmt: skip
     dgates = tl.sum(sums, 1)
-    if HAS_EXTRA:
-        dgates += tl.load(extra_ptr + sample * num_modes + modes, mask=mask_k, other=0.0)
+    if OF_GATES:
+        dgates += tl.load(dused_ptr + sample * num_modes + modes, mask=mask_k, other=0.0)
+    if OF_COST:
+        usage, unused = load_usage(mass_ptr, modes, mask_k, tl.num_programs(0))
+        pull = tl.load(strength_ptr) * tl.load(dcost_ptr) / tl.num_programs(0)
+        dgates -= tl.where(unused, 0.0, pull * (tl.log(usage) + 1.0))
     dlogits = dgates
     if HAS_GATE:
         dlogits = gates * (dgates - tl.sum(gates * dgates, 0))

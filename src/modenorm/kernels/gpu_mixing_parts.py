@@ -66,7 +66,9 @@ def coefficients(
     launches = _launches_for(mean, gates, weight, bias, eps, mode_mean, mode_var)
     affine = (pointer(weight, mean), pointer(bias, mean))
     with on_device(mean) as stream:
-        launches.coefficients(stream, mean, gates, mode_mean, mode_var, *affine, scale, shift)
+        launches.coefficients(
+            stream, mean, gates, mode_mean, mode_var, *affine, scale, shift, *(mean,) * 3
+        )  # without a cost
     return scale, shift
 
 
@@ -122,9 +124,10 @@ def sample_gradients(
     given = (mean, var, gates, mode_mean, mode_var, u.contiguous(), s.contiguous())
     launches = _launches_for(mean, gates, weight, bias, eps, *given)
     affine = (pointer(weight, mean), pointer(bias, mean))
-    unused = (mean, gates)  # the gate's weight, the gradient of the gates as an output
+    unused = (mean,) * 5  # the gate's weight, gradients of the gates and of the cost as outputs
+    launch = launches.samples_backward[False, False]
     with on_device(mean) as stream:
-        launches.samples_backward(stream, *given, *affine, *unused, slope, offset, scale, dgates)
+        launch(stream, *given, *affine, *unused, slope, offset, scale, dgates)
     return offset, slope.mul_(0.5), dgates
 
 
@@ -156,4 +159,5 @@ def _launches(
 ) -> Mixing:
     num_samples, num_channels, num_modes = sizes
     running = (False, False, False, False)
-    return Mixing(num_samples, num_channels, 1, num_modes, eps, 0.0, False, affine, running, direct)
+    options = (eps, 0.0, False, affine, running, False, direct)
+    return Mixing(num_samples, num_channels, 1, num_modes, *options)

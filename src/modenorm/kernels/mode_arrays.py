@@ -69,6 +69,8 @@ class Forward(NamedTuple):
     running_var: Any
     tracked: Any
     share: Any
+    strength: Any  # of the penalty on the modes' usage
+    cost: Any  # what that is
     used: Any  # gates, (N, K)
     kept: Any  # a slab
     scratch: Any  # a slab
@@ -112,6 +114,8 @@ class Backward(NamedTuple):
     bias: Any
     used: Any
     dused: Any
+    strength: Any
+    dcost: Any
     kept: Any  # a slab
     scratch: Any  # a slab
     dx: Any

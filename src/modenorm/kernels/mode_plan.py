@@ -35,8 +35,9 @@ class ModePlan:
 
     `run_statistics` and `run_map` do what `run_forward` does, `run_modes_backward` and
     `run_samples_backward` what `run_backward` does: the halves are for ranks, which exchange
-    something in between. `run_mix` and `run_mix_backward` leave out the maps of x and dy. Of a
-    backward there are two: gates with a gradient from elsewhere, and without.
+    something in between. `run_mix` and `run_mix_backward` leave out the maps of x and dy. There is
+    a backward for each kind of upstream gradients: with those of the gates or not, with that of the
+    cost or not.
     """
 
     def __init__(
@@ -48,19 +49,20 @@ class ModePlan:
         has_gate: bool,
         affine: tuple[bool, bool, bool],
         running: tuple[bool, bool, bool, bool],
+        has_cost: bool,
         direct: bool,
     ) -> None:
         samples, channels, positions = geometry[:3]
         self.num_modes, self.num_samples, self.num_positions = num_modes, samples, positions
         self.passes = Passes(geometry, direct)
-        options = (eps, momentum, has_gate, affine, running, direct)
+        options = (eps, momentum, has_gate, affine, running, has_cost, direct)
         self.mixing = Mixing(samples, channels, positions, num_modes, *options)
         rows = (samples, channels)
         self.kept = kept_slab(*rows, num_modes)
         self.forward = forward_slab(*rows)
         self.inference, run_inference = self._plan_inference(geometry, eps, affine)
         self.backward = backward_slab(*rows, num_modes)
-        stage, both = partial(Stage, direct), (False, True)
+        stage, kinds = partial(Stage, direct), self.mixing.samples_backward
         parts = (self._statistics, self._coefficients, self._apply)
         self.run_forward, self.run_mix = stage(*parts), stage(*parts[:2])
         self.run_statistics, self.run_map = stage(parts[0]), stage(*parts[1:])
@@ -68,10 +70,10 @@ class ModePlan:
         parameters = partial(self._parameters_backward, self.mixing.parameters_backward)
         late = partial(self._parameters_backward, self.mixing.late_parameters_backward)
         back = (self._modes_backward, self._samples_backward, self._apply_backward, late)
-        self.run_backward = [stage(*back) for _ in both]
-        self.run_mix_backward = [stage(*back[:2], parameters) for _ in both]
+        self.run_backward = {kind: stage(*back) for kind in kinds}
+        self.run_mix_backward = {kind: stage(*back[:2], parameters) for kind in kinds}
         self.run_modes_backward = stage(back[0])
-        self.run_samples_backward = [stage(*back[1:]) for _ in both]
+        self.run_samples_backward = {kind: stage(*back[1:]) for kind in kinds}
 
     def _plan_inference(
         self, geometry: Geometry, eps: float, affine: tuple[bool, bool, bool]
@@ -115,11 +117,12 @@ class ModePlan:
         self.mixing.statistics(stream, mean, var, used, finite, *buffers, *of_modes)
 
     def _coefficients(self, stream: Stream, split: Split, arrays: Forward) -> None:
-        """Scale and shift of every sample and channel."""
-        arrays, (mean, _, mode_mean, mode_var, _), (*lines, _) = self._open(split, arrays)
+        """Scale and shift of every sample and channel, and what the modes' usage costs."""
+        arrays, (mean, _, mode_mean, mode_var, mass), (*lines, _) = self._open(split, arrays)
         inputs, statistics = arrays.inputs, (mode_mean, mode_var)
         affine = (pointer(inputs.weight, mean), pointer(inputs.bias, mean))
-        self.mixing.coefficients(stream, mean, arrays.used, *statistics, *affine, *lines)
+        penalty = (mass, pointer(arrays.strength, mean), pointer(arrays.cost, mean))
+        self.mixing.coefficients(stream, mean, arrays.used, *statistics, *affine, *lines, *penalty)
 
     def _apply(self, stream: Stream, split: Split, arrays: Forward) -> None:
         arrays, (mean, *_), (scale, shift, _) = self._open(split, arrays)
@@ -137,7 +140,8 @@ class ModePlan:
         self.passes.mean(stream, x, mean, scale)  # which is written over afterwards
         self.mixing.gates(stream, mean, mean, gate_weight, gate_bias, used, finite)
         affine = (pointer(weight, mean), pointer(bias, mean))
-        self.mixing.coefficients(stream, mean, used, *estimates, *affine, scale, shift)
+        lines, penalty = (scale, shift), (mean,) * 3  # no penalty
+        self.mixing.coefficients(stream, mean, used, *estimates, *affine, *lines, *penalty)
         self.passes.apply(stream, x, mean, scale, shift, y)
 
     def _modes_backward(self, stream: Stream, split: Split, arrays: Backward) -> None:
@@ -155,14 +159,13 @@ class ModePlan:
     def _samples_backward(self, stream: Stream, split: Split, arrays: Backward) -> None:
         """Turn A and D into the slope and offset of dx, in place; the gates' and their part."""
         arrays, kept, (a, d, scale, u, s, _) = self._open_backward(split, arrays)
-        mean, var, mode_mean, mode_var, _ = kept
-        inputs, used, dused, mix = arrays.inputs, arrays.used, arrays.dused, self.mixing
-        launch = mix.samples_backward if dused is None else mix.samples_backward_extra
+        mean, var, mode_mean, mode_var, mass = kept
+        inputs, dused, dcost = arrays.inputs, arrays.dused, arrays.dcost
         parameters = (pointer(p, mean) for p in (inputs.weight, inputs.bias, inputs.gate_weight))
-        extra = used if dused is None else dused
-        launch(
-            stream, mean, var, used, mode_mean, mode_var, u, s, *parameters, extra,
-            a, d, scale, arrays.dlogits,
+        penalty = (mass, pointer(arrays.strength, mean), pointer(dcost, mean))
+        self.mixing.samples_backward[dused is not None, dcost is not None](
+            stream, mean, var, arrays.used, mode_mean, mode_var, u, s, *parameters,
+            pointer(dused, mean), *penalty, a, d, scale, arrays.dlogits,
         )  # fmt: skip
 
     def _apply_backward(self, stream: Stream, split: Split, arrays: Backward) -> None:
@@ -203,7 +206,8 @@ def plan_for(
     direct = aligned((x, *beside, *others))
     key = (
         x.shape, x.is_contiguous(), x.dtype, x.device, options.num_modes,
-        options.eps, options.momentum, options.running_update, moves, gates_apart, direct,
+        options.eps, options.momentum, options.running_update, options.usage_strength is not None,
+        moves, gates_apart, direct,
         *[None if t is None else (t.shape, t.is_contiguous(), t.dtype, t.device) for t in beside],
     )  # fmt: skip
     plan = _plans.get(key)
@@ -219,6 +223,7 @@ def plan_for(
             inputs.gates is None,
             affine_kind(inputs.weight, inputs.bias),
             running,
+            options.usage_strength is not None,
             direct,
         )
     return plan

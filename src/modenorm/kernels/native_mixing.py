@@ -7,7 +7,7 @@ from torch import Tensor
 
 from modenorm.kernels.native import call
 
-__all__ = ["coefficients", "entropies", "mode_gradients", "sample_gradients", "statistics"]
+__all__ = ["coefficients", "mode_gradients", "sample_gradients", "statistics"]
 
 
 def statistics(mean: Tensor, var: Tensor, gates: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -81,16 +81,6 @@ def sample_gradients(
     outputs = (dmean, dvar, dgates)
     call("sample_gradients", inputs, outputs, _step(bias), *mean.shape, gates.shape[1])
     return dmean, dvar, dgates
-
-
-def entropies(
-    gates: tuple[Tensor, ...], strength: Tensor, smallest: float
-) -> tuple[Tensor, Tensor]:
-    """The weighted sum of entropies of gates, (N, K) each, and its slopes, (layers, K)."""
-    stacked = torch.stack(gates)
-    value, slopes = torch.empty_like(strength), stacked.new_empty(stacked.shape[::2])
-    call("entropies", (stacked, strength), (value, slopes), smallest, *stacked.shape)
-    return value, slopes
 
 
 def _like(array: Tensor) -> Tensor:

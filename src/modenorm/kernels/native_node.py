@@ -23,8 +23,8 @@ from modenorm.mixing import RunningEstimates
 
 __all__ = ["mode_norm"]
 
-
 MOST_PLANS = 4096
+NO_GRADIENTS = (None,) * 4  # of the node's last inputs
 
 
 def mode_norm(
@@ -36,11 +36,11 @@ def mode_norm(
     bias: Tensor | None,
     estimates: RunningEstimates | None,
     options: Options,
-) -> tuple[Tensor, Tensor | None] | None:
-    """Y and the gates (N, K), or None if C can't take these tensors; gates None: the gate's.
+) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
+    """Y, the gates (N, K) and their cost, or None if C can't take these tensors.
 
-    In training the estimates are moved; otherwise they are used, and y is not differentiable.
-    Gates that don't matter are None, unless they were given.
+    Gates None means the gate's. In training the estimates are moved; otherwise they are used, and y
+    is not differentiable. Gates that don't matter are None, unless they were given.
     """
     x = as_dense(x.resolve_neg())
     inputs = [dense(t) for t in (gates, gate_weight, gate_bias, weight, bias)]
@@ -49,8 +49,9 @@ def mode_norm(
         return None
     if options.training and recomputing():
         estimates = None
-    found = _node(x, *inputs, estimates, plan, options.gates_matter)
-    return found if options.gates_matter and gates is None else (found, gates)
+    matter, strength = options.gates_matter and gates is None, options.usage_strength
+    y, *more = _node(x, *inputs, estimates, plan, matter, strength)
+    return y, more[0] if matter else gates, None if strength is None else more[-1]
 
 
 class _Plan:
@@ -69,7 +70,7 @@ class _Plan:
         self.moves = (momentum, int(options.running_update == "usage"))
         self.training = options.training
         self.kept, self.scratch = 3 * rows + 2 * table + num_modes, rows + table
-        self.gates_in_scratch = 4 * rows + 3 * table
+        self.gates_in_scratch = 4 * rows + 3 * table + num_modes
         self.backward_scratch = self.gates_in_scratch + num_samples * num_modes
 
 
@@ -153,33 +154,37 @@ class _ModeNorm(torch.autograd.Function):
         estimates: RunningEstimates | None,
         plan: _Plan,
         gates_matter: bool,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+        strength: Tensor | None,
+    ) -> tuple[Tensor, ...]:
         y, kept, scratch = torch.empty_like(x), _floats(plan.kept), _floats(plan.scratch)
         used = _floats(plan.gates_shape) if gates is None else gates
+        cost = None if strength is None else _floats(())
         given = map(_address, (x, gate_weight, gate_bias, weight, bias, y))
         moved = map(_address, _in_c_order(estimates))
         from_batch = int(plan.training or estimates is None)
         call_at(
             "forward",
-            (*given, used.data_ptr(), kept.data_ptr(), scratch.data_ptr(), *moved),
+            (*given, *map(_address, (used, kept, scratch, strength, cost)), *moved),
             (*plan.moves, from_batch, *plan.numbers),
         )
-        ctx.save_for_backward(x, gates, gate_weight, gate_bias, weight, bias, used, kept)
-        ctx.plan = plan
+        ctx.save_for_backward(x, gates, gate_weight, gate_bias, weight, bias, used, strength, kept)
+        ctx.plan, ctx.gates_matter = plan, gates_matter
         ctx.set_materialize_grads(False)
-        return (y, used) if gates_matter and gates is None else y
+        heard = (y, used) if gates_matter else (y,)
+        return heard if cost is None else (*heard, cost)
 
     @staticmethod
-    def backward(
-        ctx: Any, dy: Tensor | None, dused: Tensor | None = None
-    ) -> tuple[Tensor | None, ...]:
-        *inputs, used, kept = ctx.saved_tensors  # once: checkpointing unpacks them once
+    def backward(ctx: Any, dy: Tensor | None, *more: Tensor | None) -> tuple[Tensor | None, ...]:
+        *inputs, used, strength, kept = ctx.saved_tensors  # once: checkpointing unpacks them once
         x, gates, *parameters = inputs
         plan, needed = ctx.plan, ctx.needs_input_grad
-        if plain.only_plain(dy, dused) or dy is None or not runs_native(x, dy, dused):
-            forward = partial(plain.mode_norm, eps=plan.eps)
-            return (*plain.differentiate(forward, inputs, needed, (dy, dused)), None, None, None)
-        dy, dused = dense_like(dy, x), dense(dused)
+        dused = more[0] if ctx.gates_matter else None
+        dcost = None if strength is None else more[-1]
+        upstream = (dy, dused, dcost)
+        if plain.only_plain(*upstream) or dy is None or not runs_native(x, *upstream):
+            forward = partial(plain.mode_norm, eps=plan.eps, strength=strength)
+            return (*plain.differentiate(forward, inputs, needed, upstream), *NO_GRADIENTS)
+        dy, dused, dcost = dense_like(dy, x), dense(dused), dense(dcost)
         dx = torch.empty_like(x) if needed[0] else None
         gradients = [None if p is None else torch.empty_like(p) for p in parameters]
         dgates = None if gates is None else torch.empty_like(gates)
@@ -187,14 +192,14 @@ class _ModeNorm(torch.autograd.Function):
         gate_weight, _, weight, bias = parameters
         free = scratch.data_ptr()
         of_dgates = free + 4 * plan.gates_in_scratch if dgates is None else dgates.data_ptr()
-        given = map(_address, (gate_weight, weight, bias, dused, dx))
+        given = map(_address, (gate_weight, weight, bias, dused, strength, dcost, dx))
         found = map(_address, gradients)
         call_at(
             "backward",
             (*map(_address, (dy, x, used, kept)), *given, of_dgates, *found, free),
             plan.numbers,
         )
-        return dx, dgates, *gradients, None, None, None
+        return dx, dgates, *gradients, *NO_GRADIENTS
 
 
 _node = plain.node(_ModeNorm)

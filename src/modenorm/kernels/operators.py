@@ -35,24 +35,27 @@ def available(x: Tensor) -> bool:
 
 def mode_norm(
     x: Tensor, inputs: Inputs, estimates: RunningEstimates | None, options: Options
-) -> tuple[Tensor, Tensor]:
-    """Y and the gates (N, K), by the batch's statistics, which move the estimates in place.
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Y, the gates (N, K) and their cost, by the batch's statistics.
 
-    The gates have a gradient only if they matter.
+    These move the estimates in place. The gates have a gradient only if they matter.
     """
     constants = [None if t is None else t.detach() for t in (x, *inputs)]
     moved = estimates if options.momentum is not None else None
     usage = options.running_update == "usage"
     rate = 0.0 if options.momentum is None else options.momentum
-    kept, lines = statistics(*constants, *(moved or (None,) * 4), options.eps, rate, usage)
+    strength, running = options.usage_strength, moved or (None,) * 4
+    numbers = (options.eps, rate, usage)
+    kept, lines, cost = statistics(*constants, *running, strength, *numbers)
     _, _, mode_mean, mode_var, mass, gates = _kept_slab(x, inputs).tensors(kept)
     if estimates is not None and moved is None:
         batch = mixing.Statistics(mode_mean, mode_var, mass, mass / x.shape[0])
         mixing.update_running(estimates, batch, options.momentum, options.running_update)
-    y, *used = _Map.apply(x, *inputs, kept, lines, options.eps, options.gates_matter)
-    if used:
-        return y, used[0]
-    return y, gates if inputs.gates is None else inputs.gates
+    matter = options.gates_matter
+    y, *more = _Map.apply(x, *inputs, kept, lines, strength, cost, options.eps, matter)
+    if not matter and inputs.gates is not None:
+        gates = inputs.gates
+    return y, more[0] if matter else gates, None if strength is None else more[-1]
 
 
 class _Map(torch.autograd.Function):
@@ -69,29 +72,34 @@ class _Map(torch.autograd.Function):
         bias: Tensor | None,
         kept: Tensor,
         lines: Tensor,
+        strength: Tensor | None,
+        cost: Tensor,
         eps: float,
         gates_matter: bool,
     ) -> tuple[Tensor, ...]:
         inputs = Inputs(gates, gate_weight, gate_bias, weight, bias)
-        ctx.save_for_backward(x, *inputs, kept)
-        ctx.eps = eps
+        ctx.save_for_backward(x, *inputs, strength, kept)
+        ctx.eps, ctx.gates_matter = eps, gates_matter
         mean, *_, used = _kept_slab(x, inputs).tensors(kept)
         scale, shift, _ = forward_slab(*x.shape[:2]).tensors(lines)
         y = plain.apply(x, mean, scale, shift)
-        return (y, (used if gates is None else gates).clone()) if gates_matter else (y,)
+        found = (y, (used if gates is None else gates).clone()) if gates_matter else (y,)
+        return found if strength is None else (*found, cost)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor, dused: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        x, *given, kept = ctx.saved_tensors
+    def backward(ctx: Any, dy: Tensor, *more: Tensor) -> tuple[Tensor | None, ...]:
+        x, *given, strength, kept = ctx.saved_tensors
         inputs = Inputs(*given)
-        lines, *found = gradients(dy, dused, x, *inputs, kept, ctx.eps)
+        dused = more[0] if ctx.gates_matter else None
+        dcost = None if strength is None else more[-1]
+        lines, *found = gradients(dy, dused, strength, dcost, x, *inputs, kept, ctx.eps)
         mean, *_ = _kept_slab(x, inputs).tensors(kept)
         slope, offset, scale, *_ = _backward_slab(x, inputs).tensors(lines)
         along = x.shape[:2] + (1,) * (x.ndim - 2)
         apart = x - mean.view(along)
         dx = dy * scale.view(along) + (apart * slope.view(along) + offset.view(along))
         present = (None if p is None else d for p, d in zip(inputs, found, strict=True))
-        return plain.as_type(dx, x.dtype), *present, *(None,) * 4
+        return plain.as_type(dx, x.dtype), *present, *(None,) * 6
 
 
 # By hand: what torch.library.custom_op puts around an operator takes longer than its launches.
@@ -99,12 +107,13 @@ _LIBRARY = torch.library.Library("modenorm", "FRAGMENT")
 _INPUTS = "Tensor? gates, Tensor? gate_weight, Tensor? gate_bias, Tensor? weight, Tensor? bias"
 _LIBRARY.define(
     f"statistics(Tensor x, {_INPUTS}, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
-    "Tensor(c!)? tracked, Tensor(d!)? share, float eps, float momentum, bool usage) "
-    "-> (Tensor, Tensor)",
+    "Tensor(c!)? tracked, Tensor(d!)? share, Tensor? strength, "
+    "float eps, float momentum, bool usage) -> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _LIBRARY.define(
-    f"gradients(Tensor dy, Tensor? dused, Tensor x, {_INPUTS}, Tensor kept, float eps) "
+    "gradients(Tensor dy, Tensor? dused, Tensor? strength, Tensor? dcost, "
+    f"Tensor x, {_INPUTS}, Tensor kept, float eps) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -124,31 +133,34 @@ def _statistics(
     running_var: Tensor | None,
     tracked: Tensor | None,
     share: Tensor | None,
+    strength: Tensor | None,
     eps: float,
     momentum: float,
     usage: bool,
-) -> tuple[Tensor, Tensor]:
-    """What is kept for backward, and the map's scale and shift: two slabs."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What is kept for backward, and the map's scale and shift: two slabs. The usage's cost."""
     from modenorm.kernels.mode_plan import plan_for
 
     x, inputs = as_dense(x), Inputs(gates, gate_weight, gate_bias, weight, bias)
     estimates = None
     if running_mean is not None and running_var is not None:
         estimates = RunningEstimates(running_mean, running_var, tracked, share)
-    options = Options(True, momentum, eps, "usage" if usage else "paper")
-    apart = gates is not None
+    update, apart = "usage" if usage else "paper", gates is not None
+    options = Options(True, momentum, eps, update, usage_strength=strength)
     plan = plan_for(x, inputs, estimates, options, estimates is not None, apart)
     assert plan is not None  # all was seen to fit while tracing
     kept, lines = plan.kept.allocate(x.device), plan.forward.allocate(x.device)
-    running = (running_mean, running_var, tracked, share)
-    plan.run_mix(Forward(x, *inputs, *running, gates, kept, lines, None))
-    return kept, lines
+    running, cost = (running_mean, running_var, tracked, share), _cost(x, strength)
+    plan.run_mix(Forward(x, *inputs, *running, strength, cost, gates, kept, lines, None))
+    return kept, lines, cost
 
 
 @torch.library.impl(_LIBRARY, "gradients", "CompositeExplicitAutograd")
 def _gradients(
     dy: Tensor,
     dused: Tensor | None,
+    strength: Tensor | None,
+    dcost: Tensor | None,
     x: Tensor,
     gates: Tensor | None,
     gate_weight: Tensor | None,
@@ -169,22 +181,22 @@ def _gradients(
     found = [_like(given, x) for given in inputs]
     dgates, *gradients = (None if p is None else d for p, d in zip(inputs, found, strict=True))
     lines = plan.backward.allocate(x.device)
-    places = (gates, dused, kept, lines, None, dgates)
+    places = (gates, dused, strength, dcost, kept, lines, None, dgates)
     arrays = Backward(dense_like(dy, x), x, *inputs, *places, *gradients)
-    plan.run_mix_backward[dused is None](arrays)
+    plan.run_mix_backward[dused is not None, dcost is not None](arrays)
     return lines, *found
 
 
 @torch.library.register_fake("modenorm::statistics", lib=_LIBRARY)
-def _(x: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
     device = x.device
     kept = _kept_slab(x, Inputs(*given[:5])).allocate(device)
-    return kept, forward_slab(*x.shape[:2]).allocate(device)
+    return kept, forward_slab(*x.shape[:2]).allocate(device), _cost(x, given[9])
 
 
 @torch.library.register_fake("modenorm::gradients", lib=_LIBRARY)
-def _(dy: Tensor, dused: Tensor | None, x: Tensor, *given: Any) -> tuple[Tensor, ...]:
-    inputs = Inputs(*given[:5])
+def _(dy: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    x, inputs = given[3], Inputs(*given[4:9])
     lines = _backward_slab(x, inputs).allocate(x.device)
     return lines, *(_like(tensor, x) for tensor in inputs)
 
@@ -195,6 +207,11 @@ def _kept_slab(x: Tensor, inputs: Inputs) -> Slab:
 
 def _backward_slab(x: Tensor, inputs: Inputs) -> Slab:
     return backward_slab(x.shape[0], x.shape[1], inputs.num_modes)
+
+
+def _cost(x: Tensor, strength: Tensor | None) -> Tensor:
+    """Memory for what the usage costs, of no size if that is not asked for."""
+    return torch.empty((0,) if strength is None else (), device=x.device, dtype=torch.float32)
 
 
 def _like(given: Tensor | None, x: Tensor) -> Tensor:

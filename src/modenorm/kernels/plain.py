@@ -19,8 +19,8 @@ from modenorm.exchange import Ranks
 from modenorm.kernels.layout import statistics_dtype
 
 __all__ = [
-    "apply", "as_type", "differentiate", "masked_moments", "mode_norm", "moments", "node",
-    "only_plain",
+    "apply", "as_type", "differentiate", "empty_output", "masked_moments", "mode_norm", "moments",
+    "node", "only_plain",
 ]  # fmt: skip
 
 
@@ -64,6 +64,15 @@ def apply(x: Tensor, centre: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     return as_type(y, x.dtype)
 
 
+def empty_output(x: Tensor, *used: Tensor | None) -> Tensor:
+    """An empty output that still hands zero gradients to everything that a full one would."""
+    y = x.clone()
+    for tensor in used:
+        if tensor is not None:
+            y = y + tensor.sum().to(y.dtype)
+    return y
+
+
 def as_type(y: Tensor, dtype: torch.dtype) -> Tensor:
     """Y in a type; y itself if it has it, which a traced `to` of torch 2.11 gives no gradient."""
     return y if y.dtype == dtype else y.to(dtype)
@@ -80,7 +89,7 @@ def only_plain(*upstream: Tensor | None) -> bool:
 
 
 def differentiate(
-    forward: Callable[..., Sequence[Tensor]],
+    forward: Callable[..., Sequence[Tensor | None]],
     inputs: Sequence[Tensor | None],
     needed: Sequence[bool],
     upstream: Sequence[Tensor | None],
@@ -98,7 +107,8 @@ def differentiate(
         # aliases, since one input may depend on another and only the node itself is differentiated
         inputs = [None if t is None else t.view_as(t) for t in inputs]
         outputs = forward(*inputs)
-        pairs = [(o, d) for o, d in zip(outputs, upstream, strict=True) if d is not None]
+        both = zip(outputs, upstream, strict=True)
+        pairs = [(o, d) for o, d in both if o is not None and d is not None]
         wanted = [t for t, need in zip(inputs, needed, strict=False) if need and t is not None]
         found = torch.autograd.grad(
             [o for o, _ in pairs],
@@ -122,9 +132,13 @@ def mode_norm(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
+    strength: Tensor | None = None,
     ranks: Ranks | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Y and the gates (N, K), with the batch's statistics; gates None means the linear gate's."""
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Y, the gates (N, K) and their cost, if it has a strength, with the batch's statistics.
+
+    Gates None means the linear gate's.
+    """
     mean, var = moments(x)
     assert var is not None
     if gates is None:
@@ -136,4 +150,5 @@ def mode_norm(
     else:
         batch = exchange.statistics(mean, var, gates * x.shape[2:].numel(), ranks)
     scale, shift = mixing.coefficients(batch.mean, batch.var, gates, mean, weight, bias, eps)
-    return apply(x, mean, scale, shift), gates
+    cost = None if strength is None else mixing.usage_cost(gates, strength)
+    return apply(x, mean, scale, shift), gates, cost

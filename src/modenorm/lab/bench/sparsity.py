@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from modenorm.lab.bench.model import model_names, network, training_step
 from modenorm.lab.bench.timing import Step, alternating, captured, extra
+from modenorm.layers import ModeNorm
 from modenorm.sparsity import METHODS, ModeSparsity
 
 __all__ = ["SPARSITY_CASES", "SparsityCase", "measure_sparsity"]
@@ -76,19 +77,24 @@ def _measure(case: SparsityCase, device: str) -> Iterator[dict[str, Any]]:
 def _round(case: SparsityCase, images: Tensor, labels: Tensor) -> tuple[float, list[float]]:
     """Microseconds of the step without a penalty, and what each penalty adds.
 
-    The step without it is one of the network with the entropy, which is let go of: another network
+    The step without it is one of the network with the entropy, taken off for so long: another network
     lies elsewhere in memory, and on a CPU that makes more difference than the entropy.
     """
     parts: list[tuple[nn.Module, ModeSparsity]] = []
     for method in METHODS:
         model = network(case.model, f"mn{case.modes}", 40).to(images.device)
         parts.append((model, ModeSparsity(model, method=method)))
-    shared, entropy = parts[METHODS.index("entropy")]
+    shared, _ = parts[METHODS.index("entropy")]
     without = training_step(shared, images, labels, case.dtype)
+    layers = [module for module in shared.modules() if isinstance(module, ModeNorm)]
+    heard = [layer.usage_penalty for layer in layers]
 
     def plain() -> None:
+        for layer in layers:
+            layer.usage_penalty = None
         without()
-        entropy.forget()
+        for layer, penalty in zip(layers, heard, strict=True):
+            layer.usage_penalty = penalty
 
     steps: list[Step] = [plain]
     for model, penalty in parts:

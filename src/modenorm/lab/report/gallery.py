@@ -24,7 +24,7 @@ from modenorm.findings import ModeReport
 from modenorm.lab.data import ImageSet
 from modenorm.lab.data.loader import DeviceImages, Scaling
 from modenorm.lab.training.files import write_whole
-from modenorm.layers import GateListener
+from modenorm.listeners import GateListener
 from modenorm.modes import mode_report
 from modenorm.recording import listening, mode_layers
 
