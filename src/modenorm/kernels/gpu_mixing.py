@@ -241,8 +241,18 @@ def _coefficients_kernel(
     BLOCK_C: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Scale and shift of a block of samples and channels; what the modes' usage costs."""
+    """Scale and shift of a block of samples and channels; what the modes' usage costs.
+
+    That is for programs behind the last block of samples, beside the others.
+    """
     begin(OVERLAPS)
+    if HAS_COST and tl.program_id(0) == tl.num_programs(0) - 1:
+        modes = tl.arange(0, BLOCK_K)
+        mask_k = modes < NUM_MODES
+        usage, _ = load_usage(mass_ptr, modes, mask_k, num_samples)
+        entropy = tl.sum(tl.where(mask_k, -usage * tl.log(usage), 0.0), 0)
+        tl.store(cost_ptr, tl.load(strength_ptr) * entropy)
+        return
     samples = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     channels = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask_n, mask_c = samples < num_samples, channels < num_channels
@@ -269,12 +279,6 @@ def _coefficients_kernel(
     mask = mask_n[:, None] & mask_c[None, :]
     tl.store(scale_ptr + offs, scale, mask=mask)
     tl.store(shift_ptr + offs, shift, mask=mask)
-    if HAS_COST and tl.program_id(0) + tl.program_id(1) == 0:
-        modes = tl.arange(0, BLOCK_K)
-        mask_k = modes < NUM_MODES
-        usage, _ = load_usage(mass_ptr, modes, mask_k, num_samples)
-        entropy = tl.sum(tl.where(mask_k, -usage * tl.log(usage), 0.0), 0)
-        tl.store(cost_ptr, tl.load(strength_ptr) * entropy)
 
 
 class Mixing:
@@ -335,7 +339,7 @@ class Mixing:
         )
         self.coefficients = Launch(
             _coefficients_kernel,
-            (triton.cdiv(num_samples, few), triton.cdiv(num_channels, narrow)),
+            (triton.cdiv(num_samples, few) + has_cost, triton.cdiv(num_channels, narrow)),
             (num_samples, num_channels, eps),
             (*affine, has_cost, num_modes, modes, few, narrow),
             4,

@@ -126,6 +126,10 @@ def samples_backward_kernel(
     modes = tl.arange(0, BLOCK_K)
     mask_k = modes < num_modes
     gates = tl.load(gates_ptr + sample * num_modes + modes, mask=mask_k, other=0.0)
+    if OF_COST:
+        usage, unused = load_usage(mass_ptr, modes, mask_k, tl.num_programs(0))
+        pull = tl.load(strength_ptr) * tl.load(dcost_ptr) / tl.num_programs(0)
+        pulls = tl.where(unused, 0.0, pull * (tl.log(usage) + 1.0))
     mean_ptr += sample * num_channels
     var_ptr += sample * num_channels
     dscale_ptr += sample * num_channels
@@ -155,9 +159,7 @@ def samples_backward_kernel(
     if OF_GATES:
         dgates += tl.load(dused_ptr + sample * num_modes + modes, mask=mask_k, other=0.0)
     if OF_COST:
-        usage, unused = load_usage(mass_ptr, modes, mask_k, tl.num_programs(0))
-        pull = tl.load(strength_ptr) * tl.load(dcost_ptr) / tl.num_programs(0)
-        dgates -= tl.where(unused, 0.0, pull * (tl.log(usage) + 1.0))
+        dgates -= pulls
     dlogits = dgates
     if HAS_GATE:
         dlogits = gates * (dgates - tl.sum(gates * dgates, 0))

@@ -77,8 +77,8 @@ def _measure(case: SparsityCase, device: str) -> Iterator[dict[str, Any]]:
 def _round(case: SparsityCase, images: Tensor, labels: Tensor) -> tuple[float, list[float]]:
     """Microseconds of the step without a penalty, and what each penalty adds.
 
-    The step without it is one of the network with the entropy, taken off for so long: another network
-    lies elsewhere in memory, and on a CPU that makes more difference than the entropy.
+    The step without it is one of the network with the entropy, taken off for so long: another
+    network lies elsewhere in memory, and on a CPU that makes more difference than the entropy.
     """
     parts: list[tuple[nn.Module, ModeSparsity]] = []
     for method in METHODS:
