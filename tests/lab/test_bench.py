@@ -118,7 +118,7 @@ def test_sparsity_command(tmp_path, monkeypatch):
     result = CliRunner().invoke(app, ["bench", "sparsity", "--model", "lenet", "-o", str(output)])
     assert result.exit_code == 0, result.output
     rows = [json.loads(line) for line in output.read_text().splitlines()]
-    assert [row["method"] for row in rows] == ["entropy", "switch"]
+    assert [row["method"] for row in rows] == ["nothing", "entropy", "switch"]
     for row in rows:
         more = 100 * row["penalty_us"] / row["plain_us"]
         assert row["percent_of_step"] == pytest.approx(more)

@@ -18,6 +18,8 @@ from modenorm.sparsity import METHODS, ModeSparsity
 
 __all__ = ["SPARSITY_CASES", "SparsityCase", "measure_sparsity"]
 
+CONTROL = "nothing"
+"""The step without a penalty once more: what is measured where nothing is added."""
 SECONDS = {"cuda": 0.5, "cpu": 4.0}
 """For each step in a round: on a CPU other programs disturb more than what the penalty adds."""
 
@@ -31,7 +33,7 @@ class SparsityCase:
     size: int
     dtype: str
     modes: int = 8
-    rounds: int = 3  # each with new networks
+    rounds: int = 5  # each with new networks
     replays: int = 1  # of a CUDA graph, one after the other
 
 
@@ -43,7 +45,7 @@ SPARSITY_CASES = (
 
 
 def measure_sparsity(cases: Iterable[SparsityCase], *, device: str) -> Iterator[dict[str, Any]]:
-    """One row per case and method; networks that can't be built here are left out."""
+    """One row per case and method, and one for no penalty; networks unknown here are left out."""
     known = ("lenet", *model_names())
     for case in cases:
         if case.model in known:
@@ -56,7 +58,7 @@ def _measure(case: SparsityCase, device: str) -> Iterator[dict[str, Any]]:
     labels = torch.randint(0, 40, (case.batch,), device=device)
     rounds = [_round(case, images, labels) for _ in range(case.rounds)]
     plain_us = statistics.fmean(plain for plain, _ in rounds)
-    for i, method in enumerate(METHODS):
+    for i, method in enumerate((CONTROL, *METHODS)):
         found = [more[i] for _, more in rounds]
         within = 2 * statistics.stdev(found) / math.sqrt(len(found))
         yield {
@@ -75,7 +77,7 @@ def _measure(case: SparsityCase, device: str) -> Iterator[dict[str, Any]]:
 
 
 def _round(case: SparsityCase, images: Tensor, labels: Tensor) -> tuple[float, list[float]]:
-    """Microseconds of the step without a penalty, and what each penalty adds.
+    """Microseconds of the step without a penalty, and what none and each penalty add.
 
     The step without it is one of the network with the entropy, taken off for so long: another
     network lies elsewhere in memory, and on a CPU that makes more difference than the entropy.
@@ -96,7 +98,7 @@ def _round(case: SparsityCase, images: Tensor, labels: Tensor) -> tuple[float, l
         for layer, penalty in zip(layers, heard, strict=True):
             layer.usage_penalty = penalty
 
-    steps: list[Step] = [plain]
+    steps: list[Step] = [plain, plain]
     for model, penalty in parts:
         steps.append(training_step(model, images, labels, case.dtype, penalty=penalty))
     replays = 1
