@@ -77,7 +77,7 @@ def load_affine(ptr, channels, mask_c, offs_kc, mask_kc, PER_MODE: tl.constexpr)
     if PER_MODE:
         values = tl.load(ptr + offs_kc, mask=mask_kc, other=0.0)
     else:
-        values = tl.load(ptr + channels, mask=mask_c, other=0.0)[None, :]
+        values = tl.load(ptr + channels[None, :], mask=mask_c[None, :], other=0.0)
     return values
 
 

@@ -41,6 +41,11 @@ def _gates_kernel(
     sample = tl.program_id(0)
     modes = tl.arange(0, BLOCK_K)
     mask_k = modes < num_modes
+    gates_ptrs = gates_ptr + sample * num_modes + modes
+    if HAS_GATE:
+        bias = tl.load(gate_bias_ptr + modes, mask=mask_k, other=0.0)
+    else:
+        gates = tl.load(gates_ptrs, mask=mask_k, other=0.0)
     sums = tl.zeros([BLOCK_K, BLOCK_C], tl.float32)
     bad = tl.zeros([BLOCK_C], tl.float32)
     for start in range(0, num_channels, BLOCK_C):
@@ -55,15 +60,12 @@ def _gates_kernel(
             mask = mask_k[:, None] & mask_c[None, :]
             weight = tl.load(gate_weight_ptr + offs, mask=mask, other=0.0)
             sums += weight * mean[None, :]
-    gates_ptrs = gates_ptr + sample * num_modes + modes
     if HAS_GATE:
-        logits = tl.sum(sums, 1) + tl.load(gate_bias_ptr + modes, mask=mask_k, other=0.0)
+        logits = tl.sum(sums, 1) + bias
         logits = tl.where(mask_k, logits, float("-inf"))
         powers = tl.exp(logits - tl.max(logits, 0))
         gates = powers / tl.sum(powers, 0)
         tl.store(gates_ptrs, gates, mask=mask_k)
-    else:
-        gates = tl.load(gates_ptrs, mask=mask_k, other=0.0)
     bad_gates = tl.where(tl.abs(gates) < float("inf"), 0.0, 1.0)
     finite = tl.sum(bad, 0) + tl.sum(bad_gates, 0) == 0.0
     tl.store(finite_ptr + sample, tl.where(finite, 1.0, 0.0))
@@ -100,6 +102,10 @@ def _statistics_kernel(
     channels = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask_c = channels < num_channels
     samples = tl.arange(0, BLOCK_N)
+    offs = mode * num_channels + channels
+    if UPDATE:
+        old_mean = tl.load(running_mean_ptr + offs, mask=mask_c, other=0.0)
+        old_var = tl.load(running_var_ptr + offs, mask=mask_c, other=0.0)
     # the first tile, often the only one, is kept for the second sum
     gates, finites, mean = _of_samples(
         samples, mode, channels, mask_c, gates_ptr, finite_ptr, mean_ptr,
@@ -131,7 +137,6 @@ def _statistics_kernel(
         apart = means - mode_mean[None, :]
         sums += more[:, None] * (variances + apart * apart)
     mode_var = tl.sum(sums, 0) / divisor
-    offs = mode * num_channels + channels
     tl.store(mode_mean_ptr + offs, mode_mean, mask=mask_c)
     tl.store(mode_var_ptr + offs, mode_var, mask=mask_c)
     tl.store(mass_ptr + mode, mass)
@@ -141,8 +146,6 @@ def _statistics_kernel(
         if USAGE:
             rate = momentum * (mass / num_samples)
         moves = mask_c & (tl.full([BLOCK_C], 1.0, tl.float32) * (mass * finite) >= TINY)
-        old_mean = tl.load(running_mean_ptr + offs, mask=moves, other=0.0)
-        old_var = tl.load(running_var_ptr + offs, mask=moves, other=0.0)
         step = mode_mean - old_mean
         new_var = (1.0 - rate) * old_var + rate * mode_var + rate * (1.0 - rate) * step * step
         tl.store(running_var_ptr + offs, new_var, mask=moves)
@@ -208,10 +211,10 @@ def _add_mode(
     inverse = tl.rsqrt(tl.load(mode_var_ptr + offs, mask=mask_c, other=1.0) + eps)
     if HAS_WEIGHT:
         inverse *= tl.load(weight_ptr + affine, mask=mask_c, other=0.0)
-    term = gates * inverse[None, :]
-    shift += term * (mean - mode_mean[None, :])
+    term = gates * inverse
+    shift += term * (mean - mode_mean)
     if HAS_BIAS and PER_MODE:
-        shift += gates * tl.load(bias_ptr + affine, mask=mask_c, other=0.0)[None, :]
+        shift += gates * tl.load(bias_ptr + affine, mask=mask_c, other=0.0)
     return scale + term, shift
 
 
@@ -243,24 +246,22 @@ def _coefficients_kernel(
 ):
     """Scale and shift of a block of samples and channels; what the modes' usage costs.
 
-    That is for programs behind the last block of samples, beside the others.
+    That is for programs behind the last block of samples, which have nothing else to do.
     """
     begin(OVERLAPS)
-    if HAS_COST and tl.program_id(0) == tl.num_programs(0) - 1:
+    if HAS_COST:
         modes = tl.arange(0, BLOCK_K)
-        mask_k = modes < NUM_MODES
-        usage, _ = load_usage(mass_ptr, modes, mask_k, num_samples)
-        entropy = tl.sum(tl.where(mask_k, -usage * tl.log(usage), 0.0), 0)
-        tl.store(cost_ptr, tl.load(strength_ptr) * entropy)
-        return
+        usage, _ = load_usage(mass_ptr, modes, modes < NUM_MODES, num_samples)
+        strength = tl.load(strength_ptr)
     samples = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    channels = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    channels = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     mask_n, mask_c = samples < num_samples, channels < num_channels
-    mean = load_rows(mean_ptr, samples, channels, mask_n, mask_c, num_channels)
+    offs, mask = samples[:, None] * num_channels + channels, mask_n[:, None] & mask_c
+    mean = tl.load(mean_ptr + offs, mask=mask, other=0.0)
     scale = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
     shift = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
     if HAS_BIAS and not PER_MODE:
-        shift += tl.load(bias_ptr + channels, mask=mask_c, other=0.0)[None, :]
+        shift += tl.load(bias_ptr + channels, mask=mask_c, other=0.0)
     if NUM_MODES <= 8:
         for mode in tl.static_range(NUM_MODES):
             scale, shift = _add_mode(
@@ -275,10 +276,11 @@ def _coefficients_kernel(
                 gates_ptr, mode_mean_ptr, mode_var_ptr, weight_ptr, bias_ptr,
                 num_channels, eps, HAS_WEIGHT, HAS_BIAS, PER_MODE, NUM_MODES,
             )  # fmt: skip
-    offs = samples[:, None] * num_channels + channels[None, :]
-    mask = mask_n[:, None] & mask_c[None, :]
     tl.store(scale_ptr + offs, scale, mask=mask)
     tl.store(shift_ptr + offs, shift, mask=mask)
+    if HAS_COST and tl.program_id(0) == tl.num_programs(0) - 1:
+        parts = tl.where(modes < NUM_MODES, -usage * tl.log(usage), 0.0)
+        tl.store(cost_ptr, strength * tl.sum(parts, 0))
 
 
 class Mixing:
@@ -317,17 +319,21 @@ class Mixing:
         wide = min(channels, max(16, 8192 // modes))
         # tiles of samples_backward and modes_backward, which hold more numbers in registers
         less_wide = min(channels, max(16, 4096 // modes))
-        less_wide_warps = 4 if less_wide * modes >= 512 else 2
         many = num_channels * num_modes >= 8192
         block = min(channels, 32 if many else 16)
         walk = min(samples, 4096 // block)
         short_walk = min(walk, 64) if many else walk
         by_mode = (triton.cdiv(num_channels, block), num_modes)
         narrow = min(channels, 128)
-        few = min(samples, 8 if narrow == 128 else 4)
+        few = min(samples, 4)
         sizes = (num_samples, num_channels, num_modes)
         self.gates = Launch(
-            _gates_kernel, (num_samples,), sizes[1:], (has_gate, modes, wide), 4, direct
+            _gates_kernel,
+            (num_samples,),
+            sizes[1:],
+            (has_gate, modes, wide),
+            _warps(modes, wide, 64),
+            direct,
         )
         self.statistics = Launch(
             _statistics_kernel,
@@ -342,7 +348,7 @@ class Mixing:
             (triton.cdiv(num_samples, few) + has_cost, triton.cdiv(num_channels, narrow)),
             (num_samples, num_channels, eps),
             (*affine, has_cost, num_modes, modes, few, narrow),
-            4,
+            _warps(few, narrow, 64),
             direct,
         )
         self.modes_backward = Launch(
@@ -363,7 +369,7 @@ class Mixing:
                     *(*affine, has_gate, of_gates, of_cost),
                     *(less_wide >= num_channels, modes, less_wide),
                 ),
-                less_wide_warps,
+                _warps(modes, less_wide, 32),
                 direct,
             )
             for of_gates in (False, True)
@@ -381,3 +387,13 @@ class Mixing:
             )
             for late in (False, True)
         )
+
+
+def _warps(rows: int, channels: int, numbers: int) -> int:
+    """As many warps as read a row of the channels at once, 16 bytes a thread.
+
+    Then tiles with one row and with several are shared out alike, and nothing has to go through
+    shared memory to meet: each such exchange ends a group of loads that wait together. More, if
+    a thread would hold more than so many numbers of a tile.
+    """
+    return min(4, max(1, channels // 128, rows * channels // (32 * numbers)))

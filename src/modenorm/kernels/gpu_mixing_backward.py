@@ -55,27 +55,29 @@ def modes_backward_kernel(
     offs_kc = mode * num_channels + channels
     mode_mean = tl.load(mode_mean_ptr + offs_kc, mask=mask_c, other=0.0)
     mode_var = tl.load(mode_var_ptr + offs_kc, mask=mask_c, other=1.0)
+    divisor = tl.maximum(tl.load(mass_ptr + mode), TINY)
+    if HAS_WEIGHT:
+        offs = offs_kc if PER_MODE else channels
+        weight = tl.load(weight_ptr + offs, mask=mask_c, other=0.0)
     sums_t = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
     sums_e = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
     sums_d = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
     for start in range(0, num_samples, BLOCK_N):
         samples = start + tl.arange(0, BLOCK_N)
         mask_n = samples < num_samples
-        gates = tl.load(gates_ptr + samples * num_modes + mode, mask=mask_n, other=0.0)[:, None]
         mean = load_rows(mean_ptr, samples, channels, mask_n, mask_c, num_channels)
         dscale = load_rows(dscale_ptr, samples, channels, mask_n, mask_c, num_channels)
         dshift = load_rows(dshift_ptr, samples, channels, mask_n, mask_c, num_channels)
+        gates = tl.load(gates_ptr + samples * num_modes + mode, mask=mask_n, other=0.0)[:, None]
         sums_t += gates * (dscale + dshift * (mean - mode_mean[None, :]))
         sums_e += gates * dshift
         sums_d += dshift
     t, e = tl.sum(sums_t, 0), tl.sum(sums_e, 0)
     inverse = tl.rsqrt(mode_var + eps)
-    divisor = tl.maximum(tl.load(mass_ptr + mode), TINY)
     scaled = inverse
     if HAS_WEIGHT:
         tl.store(dweights_ptr + offs_kc, inverse * t, mask=mask_c)
-        offs = offs_kc if PER_MODE else channels
-        scaled = inverse * tl.load(weight_ptr + offs, mask=mask_c, other=0.0)
+        scaled = inverse * weight
     if HAS_BIAS:
         if PER_MODE:
             tl.store(dbias_ptr + offs_kc, e, mask=mask_c)
@@ -227,16 +229,17 @@ def _gate_terms(
 ):
     """What the gates' gradients are sums of over the channels, (K, C)."""
     mode_mean, mode_var, inverse, u, s = lines
+    channels = channels[None, :]
     mask_c = channels < num_channels
-    mean = tl.load(mean_ptr + channels, mask=mask_c, other=0.0)[None, :]
-    var = tl.load(var_ptr + channels, mask=mask_c, other=0.0)[None, :]
-    dscale = tl.load(dscale_ptr + channels, mask=mask_c, other=0.0)[None, :]
-    dshift = tl.load(dshift_ptr + channels, mask=mask_c, other=0.0)[None, :]
+    mean = tl.load(mean_ptr + channels, mask=mask_c, other=0.0)
+    var = tl.load(var_ptr + channels, mask=mask_c, other=0.0)
+    dscale = tl.load(dscale_ptr + channels, mask=mask_c, other=0.0)
+    dshift = tl.load(dshift_ptr + channels, mask=mask_c, other=0.0)
     apart = mean - mode_mean
     terms = inverse * (dscale + dshift * apart) + u * apart + s * (var + apart * apart - mode_var)
     if BIASES:
-        offs = modes[:, None] * num_channels + channels[None, :]
-        mask = mask_k[:, None] & mask_c[None, :]
+        offs = modes[:, None] * num_channels + channels
+        mask = mask_k[:, None] & mask_c
         terms += dshift * tl.load(bias_ptr + offs, mask=mask, other=0.0)
     return terms
 
@@ -261,7 +264,7 @@ def _store_lines(
     """Slope, offset and scale of dx in some channels; the first two in place of A and D."""
     mode_mean, _, inverse, u, s = lines
     mask_c = channels < num_channels
-    apart = tl.load(mean_ptr + channels, mask=mask_c, other=0.0)[None, :] - mode_mean
+    apart = tl.load(mean_ptr + channels[None, :], mask=mask_c[None, :], other=0.0) - mode_mean
     pulls = gates[:, None] * (u + 2.0 * s * apart)
     if HAS_GATE:
         offs = modes[:, None] * num_channels + channels[None, :]
@@ -306,8 +309,8 @@ def parameters_backward_kernel(
         for start in range(0, num_samples, BLOCK_N):
             samples = start + tl.arange(0, BLOCK_N)
             mask_n = samples < num_samples
-            dlogits = tl.load(dlogits_ptr + samples * num_modes + mode, mask=mask_n, other=0.0)
             mean = load_rows(mean_ptr, samples, channels, mask_n, mask_c, num_channels)
+            dlogits = tl.load(dlogits_ptr + samples * num_modes + mode, mask=mask_n, other=0.0)
             sums += dlogits[:, None] * mean
             sums_b += dlogits
         offs_kc = mode * num_channels + channels
