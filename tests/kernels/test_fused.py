@@ -7,6 +7,7 @@ import torch
 
 import modenorm
 from modenorm.kernels import choose_backend, runs_triton
+from modenorm.kernels.slab import channel_blocks
 
 SHAPES = {
     "2d-small": (6, 5),
@@ -45,6 +46,9 @@ def layer_for(shape, num_modes, device, **options):
     layer = getattr(modenorm, f"ModeNorm{rank}")(shape[1], num_modes, **options).to(device)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, mean=0.2, std=0.5)
+    if shape[1] > 100 and hasattr(layer.gate, "weight"):  # sums of many: gates all but 0 or 1
+        with torch.no_grad():
+            layer.gate.weight.mul_(0.1)
     return layer
 
 
@@ -75,6 +79,24 @@ def test_training(device, shape, num_modes, channels_last):
 @pytest.mark.parametrize("num_modes", MODES, ids="K{}".format)
 def test_training_with_options(device, num_modes, options):
     compare_training(device, (5, 20, 3, 2), num_modes, True, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"per_mode_affine": True}, {"affine": False}], ids=str)
+@pytest.mark.parametrize(("channels", "num_modes"), [(520, 8), (700, 7), (2056, 2)], ids=str)
+def test_sums_in_blocks_of_channels(device, channels, num_modes, options):
+    assert channel_blocks(channels, num_modes)
+    compare_training(device, (6, channels, 2, 1), num_modes, True, **options)
+
+
+def test_given_gates_in_blocks_of_channels(device):
+    shape = (5, 600, 2, 1)
+    layer = layer_for(shape, 8, device)
+    x, dy = (tensor(shape, device, torch.float32, False) for _ in range(2))
+    gates = torch.softmax(torch.randn(5, 8, device=device), 1)
+    _, _, wanted = truth_of(layer, x, dy, gates=gates)
+    _, found = gradients(layer, x, dy, gates=gates)
+    for value, other in zip(found, wanted, strict=True):
+        assert_close(value, other, 3e-5, "", floor=3e-5)
 
 
 def compare_training(device, shape, num_modes, channels_last, **options):

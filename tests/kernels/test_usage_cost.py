@@ -11,6 +11,7 @@ from modenorm import ModeSparsity
 from modenorm.kernels import operators, runs_triton
 
 SIZES = [((5, 6, 3, 4), 3), ((9, 40, 2, 2), 8), ((17, 3, 3, 3), 2), ((4, 20, 1, 1), 64)]
+SIZES += [((5, 600, 2, 1), 8)]  # whose gates' gradients are sums of parts
 
 
 @pytest.fixture(autouse=True)
@@ -72,10 +73,13 @@ def test_values_and_gradients(device, shape, num_modes, channels_last):
 @pytest.mark.parametrize("with_gates", [False, True], ids=["", "gates"])
 @pytest.mark.parametrize("with_output", [False, True], ids=["", "output"])
 def test_any_part_of_a_loss(device, with_output, with_gates, with_cost):
-    x, dy = (tensor((6, 5, 3, 4), device, torch.float32, False) for _ in range(2))
-    dused, dcost = torch.randn(6, 3, device=device), torch.tensor(-0.6, device=device)
-    if with_output or with_gates or with_cost:
-        layer = layer_for(x.shape, 3, device, per_mode_affine=True)
+    dcost = torch.tensor(-0.6, device=device)
+    for channels, modes in ((5, 3), (600, 8)):
+        if not (with_output or with_gates or with_cost):
+            continue
+        shape, dused = (6, channels, 3, 1), torch.randn(6, modes, device=device)
+        x, dy = (tensor(shape, device, torch.float32, False) for _ in range(2))
+        layer = layer_for(x.shape, modes, device, per_mode_affine=True)
         parts = zip((dy, dcost, dused), (with_output, with_cost, with_gates), strict=True)
         compare(layer, x, *(given if there else None for given, there in parts))
 

@@ -1,4 +1,4 @@
-"""Mode normalization's mixing on the GPU, in Triton: gates, statistics, coefficients.
+"""Mode normalization's mixing on the GPU: its launches for one set of sizes.
 
 All arrays are small, (N, C), (N, K) or (K, C), and live in the second-level cache. Sums over
 samples belong to one program per mode and block of channels, sums over channels to one program per
@@ -8,279 +8,22 @@ sample: no atomics, the same result in every run, and a time that hardly depends
 from __future__ import annotations
 
 import triton
-import triton.language as tl
 
-from modenorm.kernels.gpu_arrays import TINY, begin, load_rows, load_usage
 from modenorm.kernels.gpu_mixing_backward import (
     modes_backward_kernel,
     parameters_backward_kernel,
     samples_backward_kernel,
 )
-from modenorm.kernels.launch import Launch
+from modenorm.kernels.gpu_mixing_forward import (
+    coefficients_kernel,
+    gates_kernel,
+    statistics_kernel,
+)
+from modenorm.kernels.gpu_mixing_wide import gate_parts_kernel, sample_lines_kernel
+from modenorm.kernels.launch import Launch, Pointer, Recorder
+from modenorm.kernels.slab import CHANNEL_BLOCK, channel_blocks
 
 __all__ = ["Mixing"]
-
-
-@triton.jit
-def _gates_kernel(
-    mean_ptr,  # (N, C)
-    var_ptr,  # (N, C)
-    gate_weight_ptr,  # (K, C)
-    gate_bias_ptr,  # (K,)
-    gates_ptr,  # (N, K), written if HAS_GATE, else read
-    finite_ptr,  # (N,), 1.0 or 0.0
-    num_channels,
-    num_modes,
-    HAS_GATE: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
-    """softmax(W m + b) of one sample, and whether gates and its part of variances are finite."""
-    begin(OVERLAPS)
-    sample = tl.program_id(0)
-    modes = tl.arange(0, BLOCK_K)
-    mask_k = modes < num_modes
-    gates_ptrs = gates_ptr + sample * num_modes + modes
-    if HAS_GATE:
-        bias = tl.load(gate_bias_ptr + modes, mask=mask_k, other=0.0)
-    else:
-        gates = tl.load(gates_ptrs, mask=mask_k, other=0.0)
-    sums = tl.zeros([BLOCK_K, BLOCK_C], tl.float32)
-    bad = tl.zeros([BLOCK_C], tl.float32)
-    for start in range(0, num_channels, BLOCK_C):
-        channels = start + tl.arange(0, BLOCK_C)
-        mask_c = channels < num_channels
-        mean = tl.load(mean_ptr + sample * num_channels + channels, mask=mask_c, other=0.0)
-        var = tl.load(var_ptr + sample * num_channels + channels, mask=mask_c, other=0.0)
-        most = (4.0 * mean * mean + var) * tl.num_programs(0)  # of the sums in _statistics_kernel
-        bad += tl.where(most < float("inf"), 0.0, 1.0)
-        if HAS_GATE:
-            offs = modes[:, None] * num_channels + channels[None, :]
-            mask = mask_k[:, None] & mask_c[None, :]
-            weight = tl.load(gate_weight_ptr + offs, mask=mask, other=0.0)
-            sums += weight * mean[None, :]
-    if HAS_GATE:
-        logits = tl.sum(sums, 1) + bias
-        logits = tl.where(mask_k, logits, float("-inf"))
-        powers = tl.exp(logits - tl.max(logits, 0))
-        gates = powers / tl.sum(powers, 0)
-        tl.store(gates_ptrs, gates, mask=mask_k)
-    bad_gates = tl.where(tl.abs(gates) < float("inf"), 0.0, 1.0)
-    finite = tl.sum(bad, 0) + tl.sum(bad_gates, 0) == 0.0
-    tl.store(finite_ptr + sample, tl.where(finite, 1.0, 0.0))
-
-
-@triton.jit
-def _statistics_kernel(
-    mean_ptr,  # (N, C)
-    var_ptr,  # (N, C)
-    gates_ptr,  # (N, K)
-    finite_ptr,  # (N,)
-    running_mean_ptr,  # (K, C)
-    running_var_ptr,  # (K, C)
-    tracked_ptr,  # ()
-    running_share_ptr,  # (K,)
-    mode_mean_ptr,  # (K, C)
-    mode_var_ptr,  # (K, C)
-    mass_ptr,  # (K,)
-    num_samples,
-    num_channels,
-    num_modes,
-    momentum,
-    UPDATE: tl.constexpr,
-    USAGE: tl.constexpr,
-    HAS_TRACKED: tl.constexpr,
-    HAS_SHARE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
-    """Mean and variance of one mode in a block of channels, and its running update."""
-    begin(OVERLAPS)
-    mode = tl.program_id(1)
-    channels = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    mask_c = channels < num_channels
-    samples = tl.arange(0, BLOCK_N)
-    offs = mode * num_channels + channels
-    if UPDATE:
-        old_mean = tl.load(running_mean_ptr + offs, mask=mask_c, other=0.0)
-        old_var = tl.load(running_var_ptr + offs, mask=mask_c, other=0.0)
-    # the first tile, often the only one, is kept for the second sum
-    gates, finites, mean = _of_samples(
-        samples, mode, channels, mask_c, gates_ptr, finite_ptr, mean_ptr,
-        num_samples, num_channels, num_modes, UPDATE,
-    )  # fmt: skip
-    var = load_rows(var_ptr, samples, channels, samples < num_samples, mask_c, num_channels)
-    masses = gates
-    sums = gates[:, None] * mean
-    for start in range(BLOCK_N, num_samples, BLOCK_N):
-        more, flags, means = _of_samples(
-            start + samples, mode, channels, mask_c, gates_ptr, finite_ptr, mean_ptr,
-            num_samples, num_channels, num_modes, UPDATE,
-        )  # fmt: skip
-        masses += more
-        sums += more[:, None] * means
-        finites = tl.minimum(finites, flags)
-    mass = tl.sum(masses, 0)
-    divisor = tl.maximum(mass, TINY)
-    mode_mean = tl.sum(sums, 0) / divisor
-    apart = mean - mode_mean[None, :]
-    sums = gates[:, None] * (var + apart * apart)
-    for start in range(BLOCK_N, num_samples, BLOCK_N):
-        more, _, means = _of_samples(
-            start + samples, mode, channels, mask_c, gates_ptr, finite_ptr, mean_ptr,
-            num_samples, num_channels, num_modes, False,
-        )  # fmt: skip
-        mask_n = start + samples < num_samples
-        variances = load_rows(var_ptr, start + samples, channels, mask_n, mask_c, num_channels)
-        apart = means - mode_mean[None, :]
-        sums += more[:, None] * (variances + apart * apart)
-    mode_var = tl.sum(sums, 0) / divisor
-    tl.store(mode_mean_ptr + offs, mode_mean, mask=mask_c)
-    tl.store(mode_var_ptr + offs, mode_var, mask=mask_c)
-    tl.store(mass_ptr + mode, mass)
-    if UPDATE:
-        finite = tl.min(finites, 0)
-        rate = momentum
-        if USAGE:
-            rate = momentum * (mass / num_samples)
-        moves = mask_c & (tl.full([BLOCK_C], 1.0, tl.float32) * (mass * finite) >= TINY)
-        step = mode_mean - old_mean
-        new_var = (1.0 - rate) * old_var + rate * mode_var + rate * (1.0 - rate) * step * step
-        tl.store(running_var_ptr + offs, new_var, mask=moves)
-        tl.store(running_mean_ptr + offs, old_mean + rate * step, mask=moves)
-        if tl.program_id(0) == 0:
-            if HAS_TRACKED and mode == 0:
-                tl.store(tracked_ptr, tl.load(tracked_ptr) + finite.to(tl.int64))
-            if HAS_SHARE and mass * finite >= TINY:
-                share = tl.load(running_share_ptr + mode) + mass / num_samples
-                tl.store(running_share_ptr + mode, share)
-
-
-@triton.jit
-def _of_samples(
-    samples,
-    mode,
-    channels,
-    mask_c,
-    gates_ptr,
-    finite_ptr,
-    mean_ptr,
-    num_samples,
-    num_channels,
-    num_modes,
-    FLAGS: tl.constexpr,
-):
-    """Gates of a mode, flags of finite samples, and means of a block of channels."""
-    mask_n = samples < num_samples
-    gates = tl.load(gates_ptr + samples * num_modes + mode, mask=mask_n, other=0.0)
-    flags = tl.full(samples.shape, 1.0, tl.float32)
-    if FLAGS:
-        flags = tl.load(finite_ptr + samples, mask=mask_n, other=1.0)
-    return gates, flags, load_rows(mean_ptr, samples, channels, mask_n, mask_c, num_channels)
-
-
-@triton.jit
-def _add_mode(
-    scale,
-    shift,
-    mean,
-    samples,
-    channels,
-    mask_n,
-    mask_c,
-    mode,
-    gates_ptr,
-    mode_mean_ptr,
-    mode_var_ptr,
-    weight_ptr,
-    bias_ptr,
-    num_channels,
-    eps,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    PER_MODE: tl.constexpr,
-    NUM_MODES: tl.constexpr,
-):
-    """Scale and shift with one more mode's part."""
-    offs = mode * num_channels + channels
-    affine = offs if PER_MODE else channels
-    gates = tl.load(gates_ptr + samples * NUM_MODES + mode, mask=mask_n, other=0.0)[:, None]
-    mode_mean = tl.load(mode_mean_ptr + offs, mask=mask_c, other=0.0)
-    inverse = tl.rsqrt(tl.load(mode_var_ptr + offs, mask=mask_c, other=1.0) + eps)
-    if HAS_WEIGHT:
-        inverse *= tl.load(weight_ptr + affine, mask=mask_c, other=0.0)
-    term = gates * inverse
-    shift += term * (mean - mode_mean)
-    if HAS_BIAS and PER_MODE:
-        shift += gates * tl.load(bias_ptr + affine, mask=mask_c, other=0.0)
-    return scale + term, shift
-
-
-@triton.jit
-def _coefficients_kernel(
-    mean_ptr,  # (N, C)
-    gates_ptr,  # (N, K)
-    mode_mean_ptr,  # (K, C)
-    mode_var_ptr,  # (K, C)
-    weight_ptr,  # (C,) or (K, C)
-    bias_ptr,  # (C,) or (K, C)
-    scale_ptr,  # (N, C)
-    shift_ptr,  # (N, C)
-    mass_ptr,  # (K,)
-    strength_ptr,  # ()
-    cost_ptr,  # ()
-    num_samples,
-    num_channels,
-    eps,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    PER_MODE: tl.constexpr,
-    HAS_COST: tl.constexpr,
-    NUM_MODES: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
-    """Scale and shift of a block of samples and channels; what the modes' usage costs.
-
-    That is for programs behind the last block of samples, which have nothing else to do.
-    """
-    begin(OVERLAPS)
-    if HAS_COST:
-        modes = tl.arange(0, BLOCK_K)
-        usage, _ = load_usage(mass_ptr, modes, modes < NUM_MODES, num_samples)
-        strength = tl.load(strength_ptr)
-    samples = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    channels = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
-    mask_n, mask_c = samples < num_samples, channels < num_channels
-    offs, mask = samples[:, None] * num_channels + channels, mask_n[:, None] & mask_c
-    mean = tl.load(mean_ptr + offs, mask=mask, other=0.0)
-    scale = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
-    shift = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
-    if HAS_BIAS and not PER_MODE:
-        shift += tl.load(bias_ptr + channels, mask=mask_c, other=0.0)
-    if NUM_MODES <= 8:
-        for mode in tl.static_range(NUM_MODES):
-            scale, shift = _add_mode(
-                scale, shift, mean, samples, channels, mask_n, mask_c, mode,
-                gates_ptr, mode_mean_ptr, mode_var_ptr, weight_ptr, bias_ptr,
-                num_channels, eps, HAS_WEIGHT, HAS_BIAS, PER_MODE, NUM_MODES,
-            )  # fmt: skip
-    else:
-        for mode in range(NUM_MODES):
-            scale, shift = _add_mode(
-                scale, shift, mean, samples, channels, mask_n, mask_c, mode,
-                gates_ptr, mode_mean_ptr, mode_var_ptr, weight_ptr, bias_ptr,
-                num_channels, eps, HAS_WEIGHT, HAS_BIAS, PER_MODE, NUM_MODES,
-            )  # fmt: skip
-    tl.store(scale_ptr + offs, scale, mask=mask)
-    tl.store(shift_ptr + offs, shift, mask=mask)
-    if HAS_COST and tl.program_id(0) == tl.num_programs(0) - 1:
-        parts = tl.where(modes < NUM_MODES, -usage * tl.log(usage), 0.0)
-        tl.store(cost_ptr, strength * tl.sum(parts, 0))
 
 
 class Mixing:
@@ -328,7 +71,7 @@ class Mixing:
         few = min(samples, 4)
         sizes = (num_samples, num_channels, num_modes)
         self.gates = Launch(
-            _gates_kernel,
+            gates_kernel,
             (num_samples,),
             sizes[1:],
             (has_gate, modes, wide),
@@ -336,7 +79,7 @@ class Mixing:
             direct,
         )
         self.statistics = Launch(
-            _statistics_kernel,
+            statistics_kernel,
             by_mode,
             (*sizes, momentum),
             (*running, walk, block),
@@ -344,7 +87,7 @@ class Mixing:
             direct,
         )
         self.coefficients = Launch(
-            _coefficients_kernel,
+            coefficients_kernel,
             (triton.cdiv(num_samples, few) + has_cost, triton.cdiv(num_channels, narrow)),
             (num_samples, num_channels, eps),
             (*affine, has_cost, num_modes, modes, few, narrow),
@@ -359,22 +102,45 @@ class Mixing:
             4,
             direct,
         )
-        # by whether gates have a gradient from elsewhere, and the cost has one
-        self.samples_backward = {
-            (of_gates, of_cost): Launch(
+        kinds = [(of_gates, of_cost) for of_gates in (False, True) for of_cost in (False, True)]
+        whole = less_wide >= num_channels
+        samples_backward = {
+            kind: Launch(
                 samples_backward_kernel,
                 (num_samples,),
                 (num_channels, num_modes, num_positions, eps),
-                (
-                    *(*affine, has_gate, of_gates, of_cost),
-                    *(less_wide >= num_channels, modes, less_wide),
-                ),
+                (*affine, has_gate, *kind, whole, modes, less_wide),
                 _warps(modes, less_wide, 32),
                 direct,
             )
-            for of_gates in (False, True)
-            for of_cost in (False, True)
+            for kind in kinds
         }
+        blocks = channel_blocks(num_channels, num_modes)
+        if blocks:
+            grid, tile = (triton.cdiv(num_samples, few), blocks), (few, CHANNEL_BLOCK)
+            self.gate_parts = Launch(
+                gate_parts_kernel,
+                grid,
+                (num_samples, num_channels, eps),
+                (*affine, num_modes, *tile),
+                1,
+                direct,
+            )
+            samples_backward = {
+                kind: Launch(
+                    sample_lines_kernel,
+                    grid,
+                    (num_samples, num_channels, num_positions, eps),
+                    (
+                        *(affine[0], affine[2], has_gate, *kind, num_modes, modes),
+                        *(triton.next_power_of_2(blocks), *tile),
+                    ),
+                    1,
+                    direct,
+                )
+                for kind in kinds
+            }
+        self.in_blocks, self.of_samples = bool(blocks), samples_backward
         has_weight, _, per_mode = affine
         self.parameters_backward, self.late_parameters_backward = (
             Launch(
@@ -387,6 +153,44 @@ class Mixing:
             )
             for late in (False, True)
         )
+
+    def samples_backward(
+        self,
+        stream: int | Recorder,
+        kind: tuple[bool, bool],
+        mean: Pointer,
+        var: Pointer,
+        gates: Pointer,
+        statistics: tuple[Pointer, ...],
+        affine: tuple[Pointer, ...],
+        gate_weight: Pointer,
+        upstream: tuple[Pointer, ...],
+        found: tuple[Pointer, ...],
+        parts: Pointer,
+    ) -> None:
+        """Gradients of the gates, and slope, offset and scale of dx in place of A and D.
+
+        Args:
+            stream: to launch on.
+            kind: whether gates have a gradient from elsewhere, and whether the cost has one.
+            mean: of samples and channels.
+            var: of samples and channels.
+            gates: of the samples.
+            statistics: the modes' mean and variance, U and S.
+            affine: weight and bias.
+            gate_weight: of the linear gate.
+            upstream: the gates' gradient from elsewhere; mass, strength and the cost's gradient.
+            found: A, D, scale, and the gradients of logits or gates.
+            parts: memory for sums over blocks of channels.
+        """
+        launch = self.of_samples[kind]
+        if not self.in_blocks:
+            given = (mean, var, gates, *statistics, *affine, gate_weight)
+            launch(stream, *given, *upstream, *found)
+            return
+        self.gate_parts(stream, mean, var, *statistics, *affine, *found[:2], parts)
+        given = (mean, gates, *statistics, affine[0], gate_weight)
+        launch(stream, *given, *upstream, parts, *found)
 
 
 def _warps(rows: int, channels: int, numbers: int) -> int:
