@@ -16,7 +16,7 @@ from modenorm.kernels.layout import interpreting  # noqa: E402
 if interpreting():
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from modenorm.kernels import gpu_mixing_parts  # noqa: E402
+from modenorm.kernels import gpu_entropy, gpu_mixing_parts  # noqa: E402
 from modenorm.kernels import launch as launches  # noqa: E402
 from modenorm.kernels.gpu import Geometry, Passes  # noqa: E402
 from modenorm.kernels.gpu_channels import ChannelMixing  # noqa: E402
@@ -172,6 +172,14 @@ def test_parts_of_the_mixing_compile(affine, monkeypatch):
         assert "griddepcontrol.wait" in compile_for(launch, 90).asm["ptx"], launch.kernel.__name__
 
 
+@pytest.mark.parametrize("count", [2, 16, 424])
+def test_entropies_compile(count, monkeypatch):
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    monkeypatch.setattr(launches, "can_overlap", lambda: True)
+    done = compile_for(gpu_entropy._launch.__wrapped__(count, 1e-30, 0, True), 90)
+    assert "griddepcontrol.wait" in done.asm["ptx"]
+
+
 @pytest.mark.parametrize(
     ("capability", "channels", "side"), [(90, 16, 32), (90, 32, 16), (90, 64, 8), (80, 64, 8)]
 )
@@ -193,6 +201,14 @@ def test_narrow_convolutions_compile(capability, channels, side, monkeypatch):
         if launch is not add_up:
             assert "mma" in ptx, name
             assert "cp.async" in ptx, name
+
+
+@pytest.mark.parametrize("count", [2, 16, 424])
+def test_entropies_compile(count, monkeypatch):
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    monkeypatch.setattr(launches, "can_overlap", lambda: True)
+    done = compile_for(gpu_entropy._launch.__wrapped__(count, 1e-30, 0, True), 90)
+    assert "griddepcontrol.wait" in done.asm["ptx"]
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def test_it_hears_training_alone_and_asks_to_be_called_after_the_model():
     with pytest.raises(ValueError, match="heard no gates"):
         sparsity()
     sparsity.remove()
-    assert model[1].usage_penalty is None
+    assert model[1].usage_listener is None
     assert len(list(ModeSparsity(model, method="entropy").parameters())) == 0
 
 
@@ -231,7 +231,7 @@ def test_penalties_and_recordings_may_overlap():
     model(x)
     assert float(second().detach()) > 0
     second.remove()
-    assert model[1].usage_penalty is None
+    assert model[1].usage_listener is None
 
 
 def test_switches_are_the_hard_concrete_distribution():

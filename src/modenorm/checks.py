@@ -35,7 +35,7 @@ class Options(NamedTuple):
     ranks: Ranks | None = None  # others that share the statistics in training
     gates_matter: bool = True  # whether someone looks at the gates that are returned
     num_modes: int | None = None  # K, where more than the gates tells it
-    usage_strength: Tensor | None = None  # of a penalty on the entropy of the modes' usage
+    usage_matters: bool = False  # whether someone looks at the share of the batch of each mode
 
 
 def check_input(x: Tensor) -> None:

@@ -143,7 +143,6 @@ class ModeNorm(Heard, Float32Buffers):
             )
         training = self.training and not (self.statistics_frozen and estimates is not None)
         ranks = in_use(self.ranks) if training else None
-        penalty = self.usage_penalty if torch.is_grad_enabled() else None
         options = Options(
             training,
             self.momentum,
@@ -152,12 +151,12 @@ class ModeNorm(Heard, Float32Buffers):
             ranks,
             gates_matter=self.gate_listener is not None,
             num_modes=self.num_modes,
-            usage_strength=None if penalty is None else penalty.strength,
+            usage_matters=self.usage_listener is not None and torch.is_grad_enabled(),
         )
         given = gate if gates is None else gates
-        y, used, cost = normalize_modes(x, given, estimates, weight, bias, options, mask)
-        if penalty is not None and cost is not None and not recomputing():
-            penalty.hear(cost)
+        y, used, usage = normalize_modes(x, given, estimates, weight, bias, options, mask)
+        if self.usage_listener is not None and usage is not None and not recomputing():
+            self.usage_listener(usage)
         if self.gate_listener is not None:
             assert used is not None
             self.gate_listener(used if gates is None else used.clone())  # theirs may change

@@ -1,33 +1,29 @@
-"""Who may listen to a layer: what is called with its gates, and what asks for their cost."""
+"""Who may listen to a layer: what is called with its gates, or with the usage of its modes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["GateListener", "Heard", "UsagePenalty"]
+__all__ = ["GateListener", "Heard", "UsageListener"]
 
 GateListener = Callable[[Tensor], None]
-
-
-class UsagePenalty(Protocol):
-    """Asks a layer what the usage of its modes costs: the entropy, times a strength."""
-
-    @property
-    def strength(self) -> Tensor:
-        """A number."""
-
-    def hear(self, cost: Tensor) -> None:
-        """Take what a forward's usage costs."""
+UsageListener = Callable[[Tensor], None]
 
 
 class Heard(nn.Module):
-    """A layer whose gates somebody may hear; nobody hears those of its copies and pickles."""
+    """A layer whose gates somebody may hear; nobody hears those of its copies and pickles.
+
+    Attributes:
+        gate_listener: Is called with the gates of every forward, (N, K).
+        usage_listener: Is called with their mean over the samples, (K,), where it can learn: it is
+            found on the way, and its gradient needs no memory for those of the gates.
+    """
 
     gate_listener: GateListener | None
-    usage_penalty: UsagePenalty | None = None
+    usage_listener: UsageListener | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "gate_listener": None, "usage_penalty": None}
+        return {**self.__dict__, "gate_listener": None, "usage_listener": None}

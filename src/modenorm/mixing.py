@@ -25,11 +25,7 @@ __all__ = [
     "coefficients",
     "product",
     "update_running",
-    "usage_cost",
 ]
-
-SMALLEST_USAGE = 1e-30
-"""Modes that are used less count as if used so, and have no gradient; 0 has no logarithm."""
 
 
 class Statistics(NamedTuple):
@@ -141,17 +137,6 @@ def channel_modes(
     if bias is not None:
         shift = shift + bias
     return scale, shift, gates
-
-
-def usage_cost(gates: Tensor, strength: Tensor) -> Tensor:
-    """The entropy in nats of the share of the batch that each mode receives, times the strength.
-
-    Example:
-        >>> float(usage_cost(torch.eye(2), torch.tensor(1.0)))  # ln 2
-        0.6931...
-    """
-    usage = gates.mean(0).clamp_min(SMALLEST_USAGE)
-    return strength * torch.special.entr(usage).sum()
 
 
 @torch.no_grad()

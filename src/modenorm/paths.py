@@ -37,7 +37,7 @@ from modenorm.mixing import RunningEstimates, autocasting, product
 __all__ = ["normalize_channels", "normalize_modes"]
 
 Found = tuple[Tensor, Tensor | None, Tensor | None]
-"""Y, the gates, and what their usage costs."""
+"""Y, the gates, and the usage of the modes."""
 
 
 class _Call(NamedTuple):
@@ -66,10 +66,10 @@ def normalize_modes(
     options: Options,
     mask: Tensor | None = None,
 ) -> Found:
-    """`mode_norm` as the layers call it: returns y, the gates (N, K), and what their usage costs.
+    """`mode_norm` as the layers call it: returns y, the gates (N, K), and the modes' usage (K,).
 
-    Gates that don't matter may have no gradient, or be None. There is a cost if it was asked for by
-    a strength, and the gates can learn from it.
+    That is the mean of the gates over the samples. What doesn't matter may have no gradient, or be
+    None; without samples there is no usage.
     """
     check_input(x)
     dtype = statistics_dtype(x)
@@ -83,19 +83,17 @@ def normalize_modes(
 
 
 def _normalize_modes(call: _Call) -> Found:
-    options, strength = call.options, call.options.usage_strength
-    if strength is None:
+    options = call.options
+    if not options.usage_matters:
         return _found_modes(call)
-    # kernels find it where they have the gate, and a usage that is this rank's own
+    # kernels find it where they have the gate, and a mass that is this rank's own
     by_kernels = call.from_batch and options.ranks is None and not isinstance(call.gates, Tensor)
-    options = options._replace(
-        gates_matter=options.gates_matter or not by_kernels,
-        usage_strength=strength.to(call.x.device, torch.float32) if by_kernels else None,
-    )
-    y, gates, cost = _found_modes(call._replace(options=options))
-    if cost is None and gates is not None and len(gates) > 0:
-        cost = mixing.usage_cost(gates, strength.to(gates.device))
-    return y, gates, cost
+    if not by_kernels:
+        options = options._replace(gates_matter=True, usage_matters=False)
+    y, gates, usage = _found_modes(call._replace(options=options))
+    if usage is None and gates is not None and len(gates) > 0:
+        usage = gates.mean(0)
+    return y, gates, usage
 
 
 def _found_modes(call: _Call) -> Found:

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from modenorm.checks import check_choice
 from modenorm.gates import LinearGate
+from modenorm.kernels.entropy import usage_entropy
 from modenorm.layers import ModeNorm
+from modenorm.listeners import UsageListener
 from modenorm.recording import mode_layers
 from modenorm.resizing import last_linear
 
@@ -118,7 +120,7 @@ class ModeSparsity(nn.Module):
         self.method = method
         self._layers = tuple(layers)  # not submodules: their parameters are the model's
         self._sizes = [layer.num_modes for layer in layers]
-        self._costs: dict[int, Tensor] = {}
+        self._usages: dict[int, Tensor] = {}
         self._attached = contextlib.ExitStack()
         self._removed = False
         like = next(layers[0].parameters(), torch.empty(0))
@@ -130,33 +132,36 @@ class ModeSparsity(nn.Module):
             self._attach_switches(model)
         else:
             for place, layer in enumerate(layers):
-                part = _Part(self, place)
-                layer.usage_penalty = part
-                self._attached.callback(_release, layer, part)
+                listener = self._listener(place)
+                layer.usage_listener = listener
+                self._attached.callback(_release, layer, listener)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles, say of a module that holds this one, are on no model."""
-        alone = {"_layers": (), "_costs": {}, "_attached": contextlib.ExitStack(), "_removed": True}
+        alone = {
+            "_layers": (),
+            "_usages": {},
+            "_attached": contextlib.ExitStack(),
+            "_removed": True,
+        }
         return {**self.__dict__, **alone}
 
     def forward(self) -> Tensor:
         """The loss of the model's last forward in training."""
         if self.log_odds is not None:
             return self.strength * expected_open(self.log_odds).sum()
-        if not self._costs:
+        if not self._usages:
             raise ValueError(
                 "ModeSparsity heard no gates since it was last called; call it after each forward "
                 "of the model in training mode, with gradients enabled"
             )
-        first, *others = (cost.to(self.strength.device) for cost in self._costs.values())
+        heard = list(self._usages.values())
         self.forget()
-        if len(others) < 2:  # fewer operators than a sum takes
-            return first + others[0] if others else first
-        return torch.stack([first, *others]).sum()
+        return usage_entropy(heard, self.strength)
 
     def forget(self) -> None:
-        """Let go of the last forward's costs, after a step that does without the penalty."""
-        self._costs.clear()
+        """Let go of the last forward, after a step that does without the penalty."""
+        self._usages.clear()
 
     @torch.no_grad()
     def remove(self) -> None:
@@ -171,6 +176,13 @@ class ModeSparsity(nn.Module):
                 linear.bias.add_(change.to(linear.bias))
         self._attached.close()
         self.forget()
+
+    def _listener(self, place: int) -> UsageListener:
+        def listen(usage: Tensor) -> None:
+            if usage.requires_grad:
+                self._usages[place] = usage
+
+        return listen
 
     def _attach_switches(self, model: nn.Module) -> None:
         for layer in self._layers:
@@ -207,24 +219,9 @@ class ModeSparsity(nn.Module):
         return f"strength={float(self.strength):g}, method={self.method!r}"
 
 
-class _Part:
-    """What one layer knows of a penalty."""
-
-    def __init__(self, sparsity: ModeSparsity, place: int) -> None:
-        self.sparsity, self.place = sparsity, place
-
-    @property
-    def strength(self) -> Tensor:
-        return self.sparsity.strength
-
-    def hear(self, cost: Tensor) -> None:
-        if cost.requires_grad:
-            self.sparsity._costs[self.place] = cost
-
-
-def _release(layer: ModeNorm, part: _Part) -> None:
-    if layer.usage_penalty is part:  # and not that of a later penalty
-        layer.usage_penalty = None
+def _release(layer: ModeNorm, listener: UsageListener) -> None:
+    if layer.usage_listener is listener:  # and not that of a later penalty
+        layer.usage_listener = None
 
 
 class _Draw:

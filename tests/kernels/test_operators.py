@@ -59,8 +59,8 @@ def test_against_plain_operators(
             for t in (x, gates, *gate, *parameters)
         ]
         running = estimates()
-        y, used, cost = function(inputs[0], Inputs(*inputs[1:]), running, options)
-        assert cost is None
+        y, used, usage = function(inputs[0], Inputs(*inputs[1:]), running, options)
+        assert usage is None
         leaves = [t for t in inputs if t is not None]
         heads = ((y, used), (dy, pull)) if gates_matter else (y, dy)
         gradients = torch.autograd.grad(heads[0], leaves, heads[1])
@@ -75,12 +75,12 @@ def test_operator_registration(device):
     inputs = (None, torch.randn(2, 6, device=device), torch.randn(2, device=device), None, None)
     running = (torch.zeros(2, 6, device=device), torch.ones(2, 6, device=device), None, None)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    number = torch.tensor(0.3, device=device)
-    for strength, dused in ((number, None), (None, torch.zeros(4, 2, device=device))):
-        forward = (x, *inputs, *running, strength, 1e-5, 0.1, False)
+    of_gates, of_usage = torch.zeros(4, 2, device=device), torch.zeros(2, device=device)
+    for dused, dusage in ((None, of_usage), (of_gates, None)):
+        forward = (x, *inputs, *running, 1e-5, 0.1, False, dusage is not None)
         torch.library.opcheck(operators.statistics, forward, test_utils=checks)
         kept, *_ = operators.statistics(*forward)
-        backward = (dy, dused, strength, strength, x, *inputs, kept, 1e-5)
+        backward = (dy, dused, dusage, x, *inputs, kept, 1e-5)
         torch.library.opcheck(operators.gradients, backward, test_utils=checks)
 
 

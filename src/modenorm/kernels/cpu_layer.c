@@ -9,7 +9,7 @@
 typedef struct {
     const float *mean, *weight, *gates;
     const float *more; /* the gradient that comes to the gates from elsewhere, or NULL */
-    const float *same; /* and to those of all samples alike, (K), or NULL */
+    const float *usage; /* and to their means, (K), or NULL */
     const float *bias;
     float *out[2];
     float *dmean, *dvar;
@@ -52,7 +52,7 @@ static void sample_logits(const void *data, i64 n)
     float along = 0;
     for (i64 k = 0; k < modes; k++) {
         dgates[k] += gate->more ? gate->more[n * modes + k] : 0;
-        dgates[k] += gate->same ? gate->same[k] : 0;
+        dgates[k] += gate->usage ? gate->usage[k] / (float)gate->samples : 0;
         greatest = gates[k] > gates[greatest] ? k : greatest;
     }
     /* gates sum to 1: only differences count, and digits are kept where one gate is near 1 */
@@ -129,25 +129,6 @@ static void update_running(const float *mode_mean, const float *mode_var, const 
     }
 }
 
-#define SMALLEST_USAGE 1e-30
-
-/* As `mixing.usage_cost`, and its slope in every gate of a mode, times a factor; either NULL. */
-static void usage_cost(const float *mass, float *cost, float *slopes, float factor, i64 samples,
-                       i64 modes)
-{
-    double entropy = 0;
-    for (i64 k = 0; k < modes; k++) {
-        double usage = mass[k] / (double)samples;
-        int unused = usage < SMALLEST_USAGE;
-        double logarithm = __builtin_log(unused ? SMALLEST_USAGE : usage);
-        entropy -= (unused ? SMALLEST_USAGE : usage) * logarithm;
-        if (slopes)
-            slopes[k] = unused ? 0 : (float)(-factor * (logarithm + 1) / (double)samples);
-    }
-    if (cost)
-        *cost = (float)(factor * entropy);
-}
-
 /* ---- What Python calls ---- */
 
 #define SIZES                                                                                      \
@@ -155,11 +136,11 @@ static void usage_cost(const float *mass, float *cost, float *slopes, float fact
         i64 positions, i64 last, i64 threads
 
 /* gate_weight NULL: the gates are given. running_mean NULL: nothing to update, or to normalise
-   with. strength NULL: no cost. kept: mean, var, scale (N, C), μ, σ² (K, C), mass (K). scratch:
+   with. usage_of_modes: the mass over N, or NULL. kept: mean, var, scale (N, C), μ, σ² (K, C), mass (K). scratch:
    (N, C) and (K, C). */
 EXPORT void modenorm_forward(const float *x, const float *gate_weight, const float *gate_bias,
                              const float *weight, const float *bias, float *y, float *gates,
-                             float *kept, float *scratch, const float *strength, float *cost,
+                             float *kept, float *scratch, float *usage_of_modes,
                              float *running_mean, float *running_var, float *share, i64 *tracked,
                              float momentum, i64 usage, i64 from_batch, SIZES)
 {
@@ -174,8 +155,8 @@ EXPORT void modenorm_forward(const float *x, const float *gate_weight, const flo
     if (from_batch)
         modenorm_statistics(mean, var, gates, mass, mode_mean, mode_var, samples, channels, modes,
                             threads);
-    if (strength)
-        usage_cost(mass, cost, 0, *strength, samples, modes);
+    for (i64 k = 0; usage_of_modes && k < modes; k++)
+        usage_of_modes[k] = mass[k] / (float)samples;
     if (from_batch && running_mean)
         update_running(mode_mean, mode_var, mass, running_mean, running_var, share, tracked,
                        momentum, usage, samples, channels, modes);
@@ -187,12 +168,12 @@ EXPORT void modenorm_forward(const float *x, const float *gate_weight, const flo
 }
 
 /* kept: as forward left it. dgates: of the gates, or of the logits where there is a gate; dused
-   comes from elsewhere, then; so does dcost, or is NULL. dx, dweight, dbias may be NULL. scratch:
-   4 (N, C), 3 (K, C), K. */
+   and dusage come from elsewhere, then, or are NULL. dx, dweight, dbias may be NULL. scratch:
+   4 (N, C), 3 (K, C). */
 EXPORT void modenorm_backward(const float *dy, const float *x, const float *gates,
                               const float *kept, const float *gate_weight, const float *weight,
-                              const float *bias, const float *dused, const float *strength,
-                              const float *dcost, float *dx, float *dgates, float *dgate_weight,
+                              const float *bias, const float *dused, const float *dusage,
+                              float *dx, float *dgates, float *dgate_weight,
                               float *dgate_bias, float *dweight, float *dbias, float *scratch,
                               SIZES)
 {
@@ -202,9 +183,6 @@ EXPORT void modenorm_backward(const float *dy, const float *x, const float *gate
     const float *mass = mode_var + table;
     float *dscale = scratch, *dshift = scratch + rows, *dmean = scratch + 2 * rows;
     float *dvar = scratch + 3 * rows, *u = scratch + 4 * rows, *s = u + table, *scaled = s + table;
-    float *slopes = dcost ? scaled + table : 0;
-    if (dcost)
-        usage_cost(mass, 0, slopes, *strength * *dcost, samples, modes);
     modenorm_reduce_backward(dy, x, mean, dshift, dscale, samples, channels, positions, last,
                              threads);
     modenorm_mode_gradients(dscale, dshift, mean, gates, mode_mean, mode_var, mass, weight, u, s,
@@ -214,7 +192,7 @@ EXPORT void modenorm_backward(const float *dy, const float *x, const float *gate
                               bias, dmean, dvar, dgates, bias_step, samples, channels, modes,
                               threads);
     Gate gate = {.mean = mean, .weight = gate_weight, .gates = gates, .more = dused,
-                 .same = slopes, .out = {dgates}, .dmean = dmean, .dvar = dvar, .samples = samples,
+                 .usage = dusage, .out = {dgates}, .dmean = dmean, .dvar = dvar, .samples = samples,
                  .channels = channels, .modes = modes, .positions = positions};
     each(sample_logits, &gate, samples, table, threads);
     if (gate_weight) {

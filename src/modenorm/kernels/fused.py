@@ -19,7 +19,7 @@ from modenorm.buffers import recomputing
 from modenorm.checks import Options
 from modenorm.exchange import Ranks
 from modenorm.kernels import plain
-from modenorm.kernels.layout import as_dense, dense_like
+from modenorm.kernels.layout import as_aligned, as_dense, dense_like
 from modenorm.kernels.mode_arrays import Backward, Forward, Inference, Inputs
 from modenorm.kernels.mode_plan import ModePlan, plan_for
 from modenorm.mixing import RunningEstimates
@@ -27,7 +27,7 @@ from modenorm.mixing import RunningEstimates
 __all__ = ["mode_norm", "mode_norm_inference"]
 
 Found = tuple[Tensor, Tensor | None, Tensor | None]
-"""Y, the gates, and what their usage costs."""
+"""Y, the gates, and the usage of the modes."""
 Estimates = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 NO_ESTIMATES: Estimates = (None, None, None, None)
 NO_GRADIENTS = (None, None, None)  # of the node's last inputs, which are no tensors
@@ -36,7 +36,7 @@ NO_GRADIENTS = (None, None, None)  # of the node's last inputs, which are no ten
 def mode_norm(
     x: Tensor, inputs: Inputs, estimates: RunningEstimates | None, options: Options
 ) -> Found | None:
-    """Y, the gates (N, K) if they matter, and their cost, by the batch's statistics.
+    """Y, the gates (N, K) and the modes' usage (K,) if they matter, by the batch's statistics.
 
     These move the estimates. None if the kernels can't take these tensors.
     """
@@ -49,7 +49,7 @@ def mode_norm(
         return None
     y, *more = _node(x, *inputs, running, plan, options)
     gates = more[0] if options.gates_matter else None
-    return y, gates, None if options.usage_strength is None else more[-1]
+    return y, gates, more[-1] if options.usage_matters else None
 
 
 def mode_norm_inference(
@@ -84,45 +84,46 @@ class _ModeNorm(torch.autograd.Function):
         options: Options,
     ) -> tuple[Tensor | None, ...]:
         inputs, ranks, used = (gates, gate_weight, gate_bias, weight, bias), options.ranks, gates
-        y, strength = torch.empty_like(x), options.usage_strength
-        cost = None if strength is None else torch.empty_like(strength)
+        y = torch.empty_like(x)
+        usage = plan.usage_like(x) if options.usage_matters else None
         if options.gates_matter and gates is None:
             used = plan.gates_like(x)
         kept, scratch = plan.kept.allocate(x.device), plan.forward.allocate(x.device)
         moved: Estimates = running if running and ranks is None else NO_ESTIMATES
-        arrays = Forward(x, *inputs, *moved, strength, cost, used, kept, scratch, y)
+        arrays = Forward(x, *inputs, *moved, usage, used, kept, scratch, y)
         if ranks is None:
             plan.run_forward(arrays)
         else:
             plan.run_statistics(arrays)
             _merge(plan.kept.tensors(kept)[2:5], plan.num_positions, running, ranks, options)
             plan.run_map(arrays)
-        ctx.save_for_backward(x, *inputs, used, strength, kept)
+        ctx.save_for_backward(x, *inputs, used, kept)
         ctx.plan, ctx.options = plan, options
         ctx.set_materialize_grads(False)
         heard = (y, used) if options.gates_matter else (y,)
-        return heard if cost is None else (*heard, cost)
+        return heard if usage is None else (*heard, usage)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, *more: Tensor | None) -> tuple[Tensor | None, ...]:
-        *given, used, strength, kept = ctx.saved_tensors
+        *given, used, kept = ctx.saved_tensors
         options, plan, ranks = ctx.options, ctx.plan, ctx.options.ranks
         dused = more[0] if options.gates_matter else None
-        dcost = None if strength is None else more[-1]
-        if plain.only_plain(dy, dused, dcost) or dy is None:
-            forward = partial(plain.mode_norm, eps=options.eps, strength=strength, ranks=ranks)
-            upstream = (dy, dused, dcost)
+        dusage = more[-1] if options.usage_matters else None
+        if plain.only_plain(dy, dused, dusage) or dy is None:
+            forward = partial(plain.mode_norm, eps=options.eps, ranks=ranks)
+            upstream = (dy, dused, dusage)
             found = plain.differentiate(forward, given, ctx.needs_input_grad, upstream)
             return (*found, *NO_GRADIENTS)
         x, gates, *parameters = given
         dy = dense_like(dy, x)
         dused = None if dused is None else dense_like(dused, used)
+        dusage = None if dusage is None else as_aligned(dusage)
         dx = torch.empty_like(x)
         dgates = None if gates is None else torch.empty_like(gates)
         gradients = [None if p is None else torch.empty_like(p) for p in parameters]
         scratch = plan.backward.allocate(x.device)
-        places = (used, dused, strength, dcost, kept, scratch, dx, dgates)
-        kind = dused is not None, dcost is not None
+        places = (used, dused, dusage, kept, scratch, dx, dgates)
+        kind = dused is not None, dusage is not None
         arrays = Backward._make((dy, *given, *places, *gradients))
         if ranks is None:
             plan.run_backward[kind](arrays)

@@ -9,22 +9,18 @@ import triton
 import triton.language as tl
 
 from modenorm.kernels.layout import interpreting
-from modenorm.mixing import SMALLEST_USAGE
 
 __all__ = [
     "TINY",
-    "UNUSED",
     "begin",
     "begin_beside",
     "can_overlap",
     "end_beside",
     "load_affine",
     "load_rows",
-    "load_usage",
 ]
 
 TINY = tl.constexpr(1.1754943508222875e-38)  # the smallest normal float32
-UNUSED = tl.constexpr(SMALLEST_USAGE)
 
 
 @functools.cache
@@ -79,11 +75,3 @@ def load_affine(ptr, channels, mask_c, offs_kc, mask_kc, PER_MODE: tl.constexpr)
     else:
         values = tl.load(ptr + channels[None, :], mask=mask_c[None, :], other=0.0)
     return values
-
-
-@triton.jit
-def load_usage(mass_ptr, modes, mask_k, num_samples):
-    """The share of the batch that each mode has, (K,), at least UNUSED; and whether it has less."""
-    usage = tl.load(mass_ptr + modes, mask=mask_k, other=0.0) / num_samples
-    unused = usage < UNUSED
-    return tl.where(unused, UNUSED, usage), unused

@@ -39,7 +39,7 @@ class Mixing:
         has_gate: the linear gate's parameters are given, not the gates.
         affine: which of weight and bias there are, and whether they are per mode.
         running: whether to update the running estimates, by usage, with a counter, with shares.
-        has_cost: whether to find what the modes' usage costs.
+        has_usage: whether to write the usage of the modes down.
         direct: see `Launch`.
     """
 
@@ -54,7 +54,7 @@ class Mixing:
         has_gate: bool,
         affine: tuple[bool, bool, bool],
         running: tuple[bool, bool, bool, bool],
-        has_cost: bool,
+        has_usage: bool,
         direct: bool,
     ) -> None:
         modes = triton.next_power_of_2(num_modes)
@@ -82,15 +82,15 @@ class Mixing:
             statistics_kernel,
             by_mode,
             (*sizes, momentum),
-            (*running, walk, block),
+            (*running, has_usage, walk, block),
             4 if many else 8,
             direct,
         )
         self.coefficients = Launch(
             coefficients_kernel,
-            (triton.cdiv(num_samples, few) + has_cost, triton.cdiv(num_channels, narrow)),
+            (triton.cdiv(num_samples, few), triton.cdiv(num_channels, narrow)),
             (num_samples, num_channels, eps),
-            (*affine, has_cost, num_modes, modes, few, narrow),
+            (*affine, num_modes, few, narrow),
             _warps(few, narrow, 64),
             direct,
         )
@@ -102,7 +102,7 @@ class Mixing:
             4,
             direct,
         )
-        kinds = [(of_gates, of_cost) for of_gates in (False, True) for of_cost in (False, True)]
+        kinds = [(of_gates, of_usage) for of_gates in (False, True) for of_usage in (False, True)]
         whole = less_wide >= num_channels
         samples_backward = {
             kind: Launch(
@@ -172,14 +172,14 @@ class Mixing:
 
         Args:
             stream: to launch on.
-            kind: whether gates have a gradient from elsewhere, and whether the cost has one.
+            kind: whether gates have a gradient from elsewhere, and whether the usage has one.
             mean: of samples and channels.
             var: of samples and channels.
             gates: of the samples.
             statistics: the modes' mean and variance, U and S.
             affine: weight and bias.
             gate_weight: of the linear gate.
-            upstream: the gates' gradient from elsewhere; mass, strength and the cost's gradient.
+            upstream: the gradients of gates and of usage from elsewhere.
             found: A, D, scale, and the gradients of logits or gates.
             parts: memory for sums over blocks of channels.
         """

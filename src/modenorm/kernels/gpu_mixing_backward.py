@@ -16,7 +16,6 @@ from modenorm.kernels.gpu_arrays import (
     end_beside,
     load_affine,
     load_rows,
-    load_usage,
 )
 
 __all__ = ["modes_backward_kernel", "parameters_backward_kernel", "samples_backward_kernel"]
@@ -100,9 +99,7 @@ def samples_backward_kernel(
     bias_ptr,  # (C,) or (K, C)
     gate_weight_ptr,  # (K, C)
     dused_ptr,  # (N, K), the gradient of the gates as an output
-    mass_ptr,  # (K,)
-    strength_ptr,  # ()
-    dcost_ptr,  # (), the gradient of what the modes' usage costs
+    dusage_ptr,  # (K,), the gradient of the usage as an output
     dscale_ptr,  # A, (N, C); becomes the slope, 2 dv / L
     dshift_ptr,  # D, (N, C); becomes the offset, dm / L
     scale_ptr,  # (N, C), as in the forward
@@ -116,7 +113,7 @@ def samples_backward_kernel(
     PER_MODE: tl.constexpr,
     HAS_GATE: tl.constexpr,
     OF_GATES: tl.constexpr,
-    OF_COST: tl.constexpr,
+    OF_USAGE: tl.constexpr,
     SINGLE: tl.constexpr,  # one tile holds all channels
     BLOCK_K: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -128,10 +125,8 @@ def samples_backward_kernel(
     modes = tl.arange(0, BLOCK_K)
     mask_k = modes < num_modes
     gates = tl.load(gates_ptr + sample * num_modes + modes, mask=mask_k, other=0.0)
-    if OF_COST:
-        usage, unused = load_usage(mass_ptr, modes, mask_k, tl.num_programs(0))
-        pull = tl.load(strength_ptr) * tl.load(dcost_ptr) / tl.num_programs(0)
-        pulls = tl.where(unused, 0.0, pull * (tl.log(usage) + 1.0))
+    if OF_USAGE:
+        dusage = tl.load(dusage_ptr + modes, mask=mask_k, other=0.0)
     mean_ptr += sample * num_channels
     var_ptr += sample * num_channels
     dscale_ptr += sample * num_channels
@@ -160,8 +155,8 @@ def samples_backward_kernel(
     dgates = tl.sum(sums, 1)
     if OF_GATES:
         dgates += tl.load(dused_ptr + sample * num_modes + modes, mask=mask_k, other=0.0)
-    if OF_COST:
-        dgates -= pulls
+    if OF_USAGE:
+        dgates += dusage / tl.num_programs(0)
     dlogits = dgates
     if HAS_GATE:
         dlogits = gates * (dgates - tl.sum(gates * dgates, 0))

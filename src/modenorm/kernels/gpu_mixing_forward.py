@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from modenorm.kernels.gpu_arrays import TINY, begin, load_rows, load_usage
+from modenorm.kernels.gpu_arrays import TINY, begin, load_rows
 
 __all__ = ["coefficients_kernel", "gates_kernel", "statistics_kernel"]
 
@@ -73,6 +73,7 @@ def statistics_kernel(
     mode_mean_ptr,  # (K, C)
     mode_var_ptr,  # (K, C)
     mass_ptr,  # (K,)
+    usage_ptr,  # (K,), the mass over N
     num_samples,
     num_channels,
     num_modes,
@@ -81,6 +82,7 @@ def statistics_kernel(
     USAGE: tl.constexpr,
     HAS_TRACKED: tl.constexpr,
     HAS_SHARE: tl.constexpr,
+    HAS_USAGE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -129,6 +131,8 @@ def statistics_kernel(
     tl.store(mode_mean_ptr + offs, mode_mean, mask=mask_c)
     tl.store(mode_var_ptr + offs, mode_var, mask=mask_c)
     tl.store(mass_ptr + mode, mass)
+    if HAS_USAGE:
+        tl.store(usage_ptr + mode, mass / num_samples)
     if UPDATE:
         finite = tl.min(finites, 0)
         rate = momentum
@@ -217,31 +221,19 @@ def coefficients_kernel(
     bias_ptr,  # (C,) or (K, C)
     scale_ptr,  # (N, C)
     shift_ptr,  # (N, C)
-    mass_ptr,  # (K,)
-    strength_ptr,  # ()
-    cost_ptr,  # ()
     num_samples,
     num_channels,
     eps,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PER_MODE: tl.constexpr,
-    HAS_COST: tl.constexpr,
     NUM_MODES: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Scale and shift of a block of samples and channels; what the modes' usage costs.
-
-    That is for programs behind the last block of samples, which have nothing else to do.
-    """
+    """Scale and shift of a block of samples and channels."""
     begin(OVERLAPS)
-    if HAS_COST:
-        modes = tl.arange(0, BLOCK_K)
-        usage, _ = load_usage(mass_ptr, modes, modes < NUM_MODES, num_samples)
-        strength = tl.load(strength_ptr)
     samples = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     channels = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     mask_n, mask_c = samples < num_samples, channels < num_channels
@@ -267,6 +259,3 @@ def coefficients_kernel(
             )  # fmt: skip
     tl.store(scale_ptr + offs, scale, mask=mask)
     tl.store(shift_ptr + offs, shift, mask=mask)
-    if HAS_COST and tl.program_id(0) == tl.num_programs(0) - 1:
-        parts = tl.where(modes < NUM_MODES, -usage * tl.log(usage), 0.0)
-        tl.store(cost_ptr, strength * tl.sum(parts, 0))

@@ -49,7 +49,7 @@ def statistics(mean: Tensor, var: Tensor, gates: Tensor) -> tuple[Tensor, Tensor
     launches = _launches_for(mean, gates, None, None, 0.0, var)
     unused = (mean,) * 5  # whether samples are finite, and the running estimates
     with on_device(mean) as stream:
-        launches.statistics(stream, mean, var, gates, *unused, mode_mean, mode_var, mass)
+        launches.statistics(stream, mean, var, gates, *unused, mode_mean, mode_var, mass, mass)
     return mass, mode_mean, mode_var
 
 
@@ -67,9 +67,7 @@ def coefficients(
     launches = _launches_for(mean, gates, weight, bias, eps, mode_mean, mode_var)
     affine = (pointer(weight, mean), pointer(bias, mean))
     with on_device(mean) as stream:
-        launches.coefficients(
-            stream, mean, gates, mode_mean, mode_var, *affine, scale, shift, *(mean,) * 3
-        )  # without a cost
+        launches.coefficients(stream, mean, gates, mode_mean, mode_var, *affine, scale, shift)
     return scale, shift
 
 
@@ -127,7 +125,7 @@ def sample_gradients(
     affine = (pointer(weight, mean), pointer(bias, mean))
     parts = _empty(gates, *gates.shape, channel_blocks(mean.shape[1], gates.shape[1]))
     given = (mean, var, gates, statistics, affine)
-    unused = (mean, (mean,) * 4)  # the gate's weight; gradients of gates and cost as outputs
+    unused = (mean, (mean, mean))  # the gate's weight; gradients of gates and usage as outputs
     found = (slope, offset, scale, dgates)
     with on_device(mean) as stream:
         launches.samples_backward(stream, (False, False), *given, *unused, found, parts)

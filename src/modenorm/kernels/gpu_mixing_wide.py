@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from modenorm.kernels.gpu_arrays import begin, load_usage
+from modenorm.kernels.gpu_arrays import begin
 
 __all__ = ["gate_parts_kernel", "sample_lines_kernel"]
 
@@ -79,9 +79,7 @@ def sample_lines_kernel(
     weight_ptr,  # (C,) or (K, C)
     gate_weight_ptr,  # (K, C)
     dused_ptr,  # (N, K), the gradient of the gates as an output
-    mass_ptr,  # (K,)
-    strength_ptr,  # ()
-    dcost_ptr,  # (), the gradient of what the modes' usage costs
+    dusage_ptr,  # (K,), the gradient of the usage as an output
     parts_ptr,  # (N, K, blocks of channels)
     slope_ptr,  # (N, C), 2 dv / L
     offset_ptr,  # (N, C), dm / L
@@ -95,7 +93,7 @@ def sample_lines_kernel(
     PER_MODE: tl.constexpr,
     HAS_GATE: tl.constexpr,
     OF_GATES: tl.constexpr,
-    OF_COST: tl.constexpr,
+    OF_USAGE: tl.constexpr,
     NUM_MODES: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
@@ -111,8 +109,8 @@ def sample_lines_kernel(
     offs, mask = samples[:, None] * num_channels + channels, mask_n[:, None] & mask_c
     mean = tl.load(mean_ptr + offs, mask=mask, other=0.0)
     dlogits = _dlogits(
-        samples, mask_n, gates_ptr, dused_ptr, mass_ptr, strength_ptr, dcost_ptr, parts_ptr,
-        num_samples, HAS_GATE, OF_GATES, OF_COST, NUM_MODES, BLOCK_K, BLOCK_PARTS, BLOCK_N,
+        samples, mask_n, gates_ptr, dused_ptr, dusage_ptr, parts_ptr, num_samples, HAS_GATE,
+        OF_GATES, OF_USAGE, NUM_MODES, BLOCK_K, BLOCK_PARTS, BLOCK_N,
     )  # fmt: skip
     modes = tl.arange(0, BLOCK_K)[None, :]
     if tl.program_id(1) == 0:
@@ -148,14 +146,12 @@ def _dlogits(
     mask_n,
     gates_ptr,
     dused_ptr,
-    mass_ptr,
-    strength_ptr,
-    dcost_ptr,
+    dusage_ptr,
     parts_ptr,
     num_samples,
     HAS_GATE: tl.constexpr,
     OF_GATES: tl.constexpr,
-    OF_COST: tl.constexpr,
+    OF_USAGE: tl.constexpr,
     NUM_MODES: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
@@ -172,10 +168,9 @@ def _dlogits(
     dgates = tl.reshape(tl.sum(parts, 1), [BLOCK_N, BLOCK_K])
     if OF_GATES:
         dgates += tl.load(dused_ptr + offs, mask=mask, other=0.0)
-    if OF_COST:
-        usage, unused = load_usage(mass_ptr, modes, modes < NUM_MODES, num_samples)
-        pull = tl.load(strength_ptr) * tl.load(dcost_ptr) / num_samples
-        dgates -= tl.where(unused, 0.0, pull * (tl.log(usage) + 1.0))
+    if OF_USAGE:
+        dusage = tl.load(dusage_ptr + modes, mask=modes < NUM_MODES, other=0.0)
+        dgates += dusage / num_samples
     if HAS_GATE:
         dgates = gates * (dgates - tl.sum(gates * dgates, 1)[:, None])
     return dgates

@@ -77,6 +77,13 @@ def dense_like(dy: Tensor, x: Tensor) -> Tensor:
     return dy
 
 
+def as_aligned(array: Tensor) -> Tensor:
+    """A small array in a row, at an address that kernels can take."""
+    if array.is_contiguous() and not array.data_ptr() % 16 and not array.is_neg():
+        return array
+    return torch.empty_like(array, memory_format=torch.contiguous_format).copy_(array)
+
+
 def as_planes(x: Tensor) -> Planes:
     """View x in the order in which it lies; copy only if it is neither dense nor channels last."""
     last = x.movedim(1, -1)

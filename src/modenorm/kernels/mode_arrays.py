@@ -69,8 +69,7 @@ class Forward(NamedTuple):
     running_var: Any
     tracked: Any
     share: Any
-    strength: Any  # of the penalty on the modes' usage
-    cost: Any  # what that is
+    usage: Any  # (K,)
     used: Any  # gates, (N, K)
     kept: Any  # a slab
     scratch: Any  # a slab
@@ -114,8 +113,7 @@ class Backward(NamedTuple):
     bias: Any
     used: Any
     dused: Any
-    strength: Any
-    dcost: Any
+    dusage: Any
     kept: Any  # a slab
     scratch: Any  # a slab
     dx: Any

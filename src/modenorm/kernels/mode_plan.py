@@ -36,8 +36,8 @@ class ModePlan:
     `run_statistics` and `run_map` do what `run_forward` does, `run_modes_backward` and
     `run_samples_backward` what `run_backward` does: the halves are for ranks, which exchange
     something in between. `run_mix` and `run_mix_backward` leave out the maps of x and dy. There is
-    a backward for each kind of upstream gradients: with those of the gates or not, with that of the
-    cost or not.
+    a backward for each kind of upstream gradients: with those of the gates or not, of the
+    usage or not.
     """
 
     def __init__(
@@ -49,13 +49,13 @@ class ModePlan:
         has_gate: bool,
         affine: tuple[bool, bool, bool],
         running: tuple[bool, bool, bool, bool],
-        has_cost: bool,
+        has_usage: bool,
         direct: bool,
     ) -> None:
         samples, channels, positions = geometry[:3]
         self.num_modes, self.num_samples, self.num_positions = num_modes, samples, positions
         self.passes = Passes(geometry, direct)
-        options = (eps, momentum, has_gate, affine, running, has_cost, direct)
+        options = (eps, momentum, has_gate, affine, running, has_usage, direct)
         self.mixing = Mixing(samples, channels, positions, num_modes, *options)
         rows = (samples, channels)
         self.kept = kept_slab(*rows, num_modes)
@@ -91,6 +91,10 @@ class ModePlan:
         shape = (self.num_samples, self.num_modes)
         return torch.empty(shape, device=x.device, dtype=torch.float32)
 
+    def usage_like(self, x: Tensor) -> Tensor:
+        """Memory for the usage of the modes, (K,)."""
+        return torch.empty(self.num_modes, device=x.device, dtype=torch.float32)
+
     def _open(self, split: Split, arrays: Forward) -> tuple[Forward, list[Pointer], list[Pointer]]:
         """The arrays of a forward with what the slabs hold: gates, if they have no other place."""
         *kept, gates = split(self.kept, arrays.kept)
@@ -114,15 +118,15 @@ class ModePlan:
         gate = (pointer(inputs.gate_weight, mean), pointer(inputs.gate_bias, mean))
         self.mixing.gates(stream, mean, var, *gate, used, finite)
         buffers = _estimates(arrays.running, mean)
-        self.mixing.statistics(stream, mean, var, used, finite, *buffers, *of_modes)
+        usage = pointer(arrays.usage, mean)
+        self.mixing.statistics(stream, mean, var, used, finite, *buffers, *of_modes, usage)
 
     def _coefficients(self, stream: Stream, split: Split, arrays: Forward) -> None:
-        """Scale and shift of every sample and channel, and what the modes' usage costs."""
-        arrays, (mean, _, mode_mean, mode_var, mass), (*lines, _) = self._open(split, arrays)
+        """Scale and shift of every sample and channel."""
+        arrays, (mean, _, mode_mean, mode_var, _), (*lines, _) = self._open(split, arrays)
         inputs, statistics = arrays.inputs, (mode_mean, mode_var)
         affine = (pointer(inputs.weight, mean), pointer(inputs.bias, mean))
-        penalty = (mass, pointer(arrays.strength, mean), pointer(arrays.cost, mean))
-        self.mixing.coefficients(stream, mean, arrays.used, *statistics, *affine, *lines, *penalty)
+        self.mixing.coefficients(stream, mean, arrays.used, *statistics, *affine, *lines)
 
     def _apply(self, stream: Stream, split: Split, arrays: Forward) -> None:
         arrays, (mean, *_), (scale, shift, _) = self._open(split, arrays)
@@ -140,8 +144,7 @@ class ModePlan:
         self.passes.mean(stream, x, mean, scale)  # which is written over afterwards
         self.mixing.gates(stream, mean, mean, gate_weight, gate_bias, used, finite)
         affine = (pointer(weight, mean), pointer(bias, mean))
-        lines, penalty = (scale, shift), (mean,) * 3  # no penalty
-        self.mixing.coefficients(stream, mean, used, *estimates, *affine, *lines, *penalty)
+        self.mixing.coefficients(stream, mean, used, *estimates, *affine, scale, shift)
         self.passes.apply(stream, x, mean, scale, shift, y)
 
     def _modes_backward(self, stream: Stream, split: Split, arrays: Backward) -> None:
@@ -159,19 +162,18 @@ class ModePlan:
     def _samples_backward(self, stream: Stream, split: Split, arrays: Backward) -> None:
         """Turn A and D into the slope and offset of dx, in place; the gates' and their part."""
         arrays, kept, (a, d, scale, u, s, _, parts) = self._open_backward(split, arrays)
-        mean, var, mode_mean, mode_var, mass = kept
-        inputs, dused, dcost = arrays.inputs, arrays.dused, arrays.dcost
-        penalty = (mass, pointer(arrays.strength, mean), pointer(dcost, mean))
+        mean, var, mode_mean, mode_var, _ = kept
+        inputs, dused, dusage = arrays.inputs, arrays.dused, arrays.dusage
         self.mixing.samples_backward(
             stream,
-            (dused is not None, dcost is not None),
+            (dused is not None, dusage is not None),
             mean,
             var,
             arrays.used,
             (mode_mean, mode_var, u, s),
             (pointer(inputs.weight, mean), pointer(inputs.bias, mean)),
             pointer(inputs.gate_weight, mean),
-            (pointer(dused, mean), *penalty),
+            (pointer(dused, mean), pointer(dusage, mean)),
             (a, d, scale, arrays.dlogits),
             parts,
         )
@@ -214,7 +216,7 @@ def plan_for(
     direct = aligned((x, *beside, *others))
     key = (
         x.shape, x.is_contiguous(), x.dtype, x.device, options.num_modes,
-        options.eps, options.momentum, options.running_update, options.usage_strength is not None,
+        options.eps, options.momentum, options.running_update, options.usage_matters,
         moves, gates_apart, direct,
         *[None if t is None else (t.shape, t.is_contiguous(), t.dtype, t.device) for t in beside],
     )  # fmt: skip
@@ -231,7 +233,7 @@ def plan_for(
             inputs.gates is None,
             affine_kind(inputs.weight, inputs.bias),
             running,
-            options.usage_strength is not None,
+            options.usage_matters,
             direct,
         )
     return plan

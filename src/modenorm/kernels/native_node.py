@@ -37,10 +37,10 @@ def mode_norm(
     estimates: RunningEstimates | None,
     options: Options,
 ) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
-    """Y, the gates (N, K) and their cost, or None if C can't take these tensors.
+    """Y, the gates (N, K) and the modes' usage (K,), or None if C can't take these tensors.
 
     Gates None means the gate's. In training the estimates are moved; otherwise they are used, and y
-    is not differentiable. Gates that don't matter are None, unless they were given.
+    is not differentiable. What doesn't matter is None, but for gates that were given.
     """
     x = as_dense(x.resolve_neg())
     inputs = [dense(t) for t in (gates, gate_weight, gate_bias, weight, bias)]
@@ -49,9 +49,9 @@ def mode_norm(
         return None
     if options.training and recomputing():
         estimates = None
-    matter, strength = options.gates_matter and gates is None, options.usage_strength
-    y, *more = _node(x, *inputs, estimates, plan, matter, strength)
-    return y, more[0] if matter else gates, None if strength is None else more[-1]
+    matter, usage_matters = options.gates_matter and gates is None, options.usage_matters
+    y, *more = _node(x, *inputs, estimates, plan, matter, usage_matters)
+    return y, more[0] if matter else gates, more[-1] if usage_matters else None
 
 
 class _Plan:
@@ -70,7 +70,7 @@ class _Plan:
         self.moves = (momentum, int(options.running_update == "usage"))
         self.training = options.training
         self.kept, self.scratch = 3 * rows + 2 * table + num_modes, rows + table
-        self.gates_in_scratch = 4 * rows + 3 * table + num_modes
+        self.gates_in_scratch = 4 * rows + 3 * table
         self.backward_scratch = self.gates_in_scratch + num_samples * num_modes
 
 
@@ -154,37 +154,38 @@ class _ModeNorm(torch.autograd.Function):
         estimates: RunningEstimates | None,
         plan: _Plan,
         gates_matter: bool,
-        strength: Tensor | None,
+        usage_matters: bool,
     ) -> tuple[Tensor, ...]:
         y, kept, scratch = torch.empty_like(x), _floats(plan.kept), _floats(plan.scratch)
         used = _floats(plan.gates_shape) if gates is None else gates
-        cost = None if strength is None else _floats(())
+        usage = _floats(plan.gates_shape[1]) if usage_matters else None
         given = map(_address, (x, gate_weight, gate_bias, weight, bias, y))
         moved = map(_address, _in_c_order(estimates))
         from_batch = int(plan.training or estimates is None)
         call_at(
             "forward",
-            (*given, *map(_address, (used, kept, scratch, strength, cost)), *moved),
+            (*given, *map(_address, (used, kept, scratch, usage)), *moved),
             (*plan.moves, from_batch, *plan.numbers),
         )
-        ctx.save_for_backward(x, gates, gate_weight, gate_bias, weight, bias, used, strength, kept)
-        ctx.plan, ctx.gates_matter = plan, gates_matter
+        ctx.save_for_backward(x, gates, gate_weight, gate_bias, weight, bias, used, kept)
+        ctx.plan, ctx.matter = plan, (gates_matter, usage_matters)
         ctx.set_materialize_grads(False)
         heard = (y, used) if gates_matter else (y,)
-        return heard if cost is None else (*heard, cost)
+        return heard if usage is None else (*heard, usage)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, *more: Tensor | None) -> tuple[Tensor | None, ...]:
-        *inputs, used, strength, kept = ctx.saved_tensors  # once: checkpointing unpacks them once
+        *inputs, used, kept = ctx.saved_tensors  # once: checkpointing unpacks them once
         x, gates, *parameters = inputs
         plan, needed = ctx.plan, ctx.needs_input_grad
-        dused = more[0] if ctx.gates_matter else None
-        dcost = None if strength is None else more[-1]
-        upstream = (dy, dused, dcost)
+        gates_matter, usage_matters = ctx.matter
+        dused = more[0] if gates_matter else None
+        dusage = more[-1] if usage_matters else None
+        upstream = (dy, dused, dusage)
         if plain.only_plain(*upstream) or dy is None or not runs_native(x, *upstream):
-            forward = partial(plain.mode_norm, eps=plan.eps, strength=strength)
+            forward = partial(plain.mode_norm, eps=plan.eps)
             return (*plain.differentiate(forward, inputs, needed, upstream), *NO_GRADIENTS)
-        dy, dused, dcost = dense_like(dy, x), dense(dused), dense(dcost)
+        dy, dused, dusage = dense_like(dy, x), dense(dused), dense(dusage)
         dx = torch.empty_like(x) if needed[0] else None
         gradients = [None if p is None else torch.empty_like(p) for p in parameters]
         dgates = None if gates is None else torch.empty_like(gates)
@@ -192,7 +193,7 @@ class _ModeNorm(torch.autograd.Function):
         gate_weight, _, weight, bias = parameters
         free = scratch.data_ptr()
         of_dgates = free + 4 * plan.gates_in_scratch if dgates is None else dgates.data_ptr()
-        given = map(_address, (gate_weight, weight, bias, dused, strength, dcost, dx))
+        given = map(_address, (gate_weight, weight, bias, dused, dusage, dx))
         found = map(_address, gradients)
         call_at(
             "backward",

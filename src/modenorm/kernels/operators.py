@@ -17,7 +17,7 @@ from torch import Tensor
 from modenorm import mixing
 from modenorm.checks import Options
 from modenorm.kernels import plain
-from modenorm.kernels.layout import as_dense, dense_like
+from modenorm.kernels.layout import as_aligned, as_dense, dense_like
 from modenorm.kernels.mode_arrays import Backward, Forward, Inputs
 from modenorm.kernels.slab import Slab, backward_slab, forward_slab, kept_slab
 from modenorm.mixing import RunningEstimates
@@ -36,26 +36,27 @@ def available(x: Tensor) -> bool:
 def mode_norm(
     x: Tensor, inputs: Inputs, estimates: RunningEstimates | None, options: Options
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Y, the gates (N, K) and their cost, by the batch's statistics.
+    """Y, the gates (N, K) and the modes' usage (K,), by the batch's statistics.
 
-    These move the estimates in place. The gates have a gradient only if they matter.
+    These move the estimates in place. The gates have a gradient only if they matter, and there is
+    a usage only if that does.
     """
     constants = [None if t is None else t.detach() for t in (x, *inputs)]
     moved = estimates if options.momentum is not None else None
-    usage = options.running_update == "usage"
+    by_usage = options.running_update == "usage"
     rate = 0.0 if options.momentum is None else options.momentum
-    strength, running = options.usage_strength, moved or (None,) * 4
-    numbers = (options.eps, rate, usage)
-    kept, lines, cost = statistics(*constants, *running, strength, *numbers)
+    numbers = (options.eps, rate, by_usage, options.usage_matters)
+    kept, lines, usage = statistics(*constants, *(moved or (None,) * 4), *numbers)
     _, _, mode_mean, mode_var, mass, gates = _kept_slab(x, inputs).tensors(kept)
     if estimates is not None and moved is None:
         batch = mixing.Statistics(mode_mean, mode_var, mass, mass / x.shape[0])
         mixing.update_running(estimates, batch, options.momentum, options.running_update)
     matter = options.gates_matter
-    y, *more = _Map.apply(x, *inputs, kept, lines, strength, cost, options.eps, matter)
+    asked = usage if options.usage_matters else None
+    y, *more = _Map.apply(x, *inputs, kept, lines, asked, options.eps, matter)
     if not matter and inputs.gates is not None:
         gates = inputs.gates
-    return y, more[0] if matter else gates, None if strength is None else more[-1]
+    return y, more[0] if matter else gates, more[-1] if options.usage_matters else None
 
 
 class _Map(torch.autograd.Function):
@@ -72,34 +73,33 @@ class _Map(torch.autograd.Function):
         bias: Tensor | None,
         kept: Tensor,
         lines: Tensor,
-        strength: Tensor | None,
-        cost: Tensor,
+        usage: Tensor | None,
         eps: float,
         gates_matter: bool,
     ) -> tuple[Tensor, ...]:
         inputs = Inputs(gates, gate_weight, gate_bias, weight, bias)
-        ctx.save_for_backward(x, *inputs, strength, kept)
-        ctx.eps, ctx.gates_matter = eps, gates_matter
+        ctx.save_for_backward(x, *inputs, kept)
+        ctx.eps, ctx.gates_matter, ctx.usage_matters = eps, gates_matter, usage is not None
         mean, *_, used = _kept_slab(x, inputs).tensors(kept)
         scale, shift, _ = forward_slab(*x.shape[:2]).tensors(lines)
         y = plain.apply(x, mean, scale, shift)
         found = (y, (used if gates is None else gates).clone()) if gates_matter else (y,)
-        return found if strength is None else (*found, cost)
+        return found if usage is None else (*found, usage)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, *more: Tensor) -> tuple[Tensor | None, ...]:
-        x, *given, strength, kept = ctx.saved_tensors
+        x, *given, kept = ctx.saved_tensors
         inputs = Inputs(*given)
         dused = more[0] if ctx.gates_matter else None
-        dcost = None if strength is None else more[-1]
-        lines, *found = gradients(dy, dused, strength, dcost, x, *inputs, kept, ctx.eps)
+        dusage = more[-1] if ctx.usage_matters else None
+        lines, *found = gradients(dy, dused, dusage, x, *inputs, kept, ctx.eps)
         mean, *_ = _kept_slab(x, inputs).tensors(kept)
         slope, offset, scale, *_ = _backward_slab(x, inputs).tensors(lines)
         along = x.shape[:2] + (1,) * (x.ndim - 2)
         apart = x - mean.view(along)
         dx = dy * scale.view(along) + (apart * slope.view(along) + offset.view(along))
         present = (None if p is None else d for p, d in zip(inputs, found, strict=True))
-        return plain.as_type(dx, x.dtype), *present, *(None,) * 6
+        return plain.as_type(dx, x.dtype), *present, *(None,) * 5
 
 
 # By hand: what torch.library.custom_op puts around an operator takes longer than its launches.
@@ -107,12 +107,12 @@ _LIBRARY = torch.library.Library("modenorm", "FRAGMENT")
 _INPUTS = "Tensor? gates, Tensor? gate_weight, Tensor? gate_bias, Tensor? weight, Tensor? bias"
 _LIBRARY.define(
     f"statistics(Tensor x, {_INPUTS}, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
-    "Tensor(c!)? tracked, Tensor(d!)? share, Tensor? strength, "
-    "float eps, float momentum, bool usage) -> (Tensor, Tensor, Tensor)",
+    "Tensor(c!)? tracked, Tensor(d!)? share, "
+    "float eps, float momentum, bool by_usage, bool usage_matters) -> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _LIBRARY.define(
-    "gradients(Tensor dy, Tensor? dused, Tensor? strength, Tensor? dcost, "
+    "gradients(Tensor dy, Tensor? dused, Tensor? dusage, "
     f"Tensor x, {_INPUTS}, Tensor kept, float eps) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
@@ -133,34 +133,33 @@ def _statistics(
     running_var: Tensor | None,
     tracked: Tensor | None,
     share: Tensor | None,
-    strength: Tensor | None,
     eps: float,
     momentum: float,
-    usage: bool,
+    by_usage: bool,
+    usage_matters: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What is kept for backward, and the map's scale and shift: two slabs. The usage's cost."""
+    """What is kept for backward, and the map's scale and shift: two slabs. The modes' usage."""
     from modenorm.kernels.mode_plan import plan_for
 
     x, inputs = as_dense(x), Inputs(gates, gate_weight, gate_bias, weight, bias)
     estimates = None
     if running_mean is not None and running_var is not None:
         estimates = RunningEstimates(running_mean, running_var, tracked, share)
-    update, apart = "usage" if usage else "paper", gates is not None
-    options = Options(True, momentum, eps, update, usage_strength=strength)
+    update, apart = "usage" if by_usage else "paper", gates is not None
+    options = Options(True, momentum, eps, update, usage_matters=usage_matters)
     plan = plan_for(x, inputs, estimates, options, estimates is not None, apart)
     assert plan is not None  # all was seen to fit while tracing
     kept, lines = plan.kept.allocate(x.device), plan.forward.allocate(x.device)
-    running, cost = (running_mean, running_var, tracked, share), _cost(x, strength)
-    plan.run_mix(Forward(x, *inputs, *running, strength, cost, gates, kept, lines, None))
-    return kept, lines, cost
+    running, usage = (running_mean, running_var, tracked, share), _usage(x, inputs, usage_matters)
+    plan.run_mix(Forward(x, *inputs, *running, usage, gates, kept, lines, None))
+    return kept, lines, usage
 
 
 @torch.library.impl(_LIBRARY, "gradients", "CompositeExplicitAutograd")
 def _gradients(
     dy: Tensor,
     dused: Tensor | None,
-    strength: Tensor | None,
-    dcost: Tensor | None,
+    dusage: Tensor | None,
     x: Tensor,
     gates: Tensor | None,
     gate_weight: Tensor | None,
@@ -175,28 +174,29 @@ def _gradients(
 
     x, inputs = as_dense(x), Inputs(gates, gate_weight, gate_bias, weight, bias)
     dused = None if dused is None else dused.contiguous()
+    dusage = None if dusage is None else as_aligned(dusage)
     options, apart = Options(True, None, eps), gates is not None
     plan = plan_for(x, inputs, None, options, gates_apart=apart, others=(kept, dused))
     assert plan is not None
     found = [_like(given, x) for given in inputs]
     dgates, *gradients = (None if p is None else d for p, d in zip(inputs, found, strict=True))
     lines = plan.backward.allocate(x.device)
-    places = (gates, dused, strength, dcost, kept, lines, None, dgates)
+    places = (gates, dused, dusage, kept, lines, None, dgates)
     arrays = Backward(dense_like(dy, x), x, *inputs, *places, *gradients)
-    plan.run_mix_backward[dused is not None, dcost is not None](arrays)
+    plan.run_mix_backward[dused is not None, dusage is not None](arrays)
     return lines, *found
 
 
 @torch.library.register_fake("modenorm::statistics", lib=_LIBRARY)
 def _(x: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    device = x.device
-    kept = _kept_slab(x, Inputs(*given[:5])).allocate(device)
-    return kept, forward_slab(*x.shape[:2]).allocate(device), _cost(x, given[9])
+    device, inputs = x.device, Inputs(*given[:5])
+    kept = _kept_slab(x, inputs).allocate(device)
+    return kept, forward_slab(*x.shape[:2]).allocate(device), _usage(x, inputs, given[-1])
 
 
 @torch.library.register_fake("modenorm::gradients", lib=_LIBRARY)
 def _(dy: Tensor, *given: Any) -> tuple[Tensor, ...]:
-    x, inputs = given[3], Inputs(*given[4:9])
+    x, inputs = given[2], Inputs(*given[3:8])
     lines = _backward_slab(x, inputs).allocate(x.device)
     return lines, *(_like(tensor, x) for tensor in inputs)
 
@@ -209,9 +209,10 @@ def _backward_slab(x: Tensor, inputs: Inputs) -> Slab:
     return backward_slab(x.shape[0], x.shape[1], inputs.num_modes)
 
 
-def _cost(x: Tensor, strength: Tensor | None) -> Tensor:
-    """Memory for what the usage costs, of no size if that is not asked for."""
-    return torch.empty((0,) if strength is None else (), device=x.device, dtype=torch.float32)
+def _usage(x: Tensor, inputs: Inputs, matters: bool) -> Tensor:
+    """Memory for the usage of the modes, of no size if it doesn't matter."""
+    size = inputs.num_modes if matters else 0
+    return torch.empty(size, device=x.device, dtype=torch.float32)
 
 
 def _like(given: Tensor | None, x: Tensor) -> Tensor:

@@ -89,7 +89,7 @@ def only_plain(*upstream: Tensor | None) -> bool:
 
 
 def differentiate(
-    forward: Callable[..., Sequence[Tensor | None]],
+    forward: Callable[..., Sequence[Tensor]],
     inputs: Sequence[Tensor | None],
     needed: Sequence[bool],
     upstream: Sequence[Tensor | None],
@@ -107,8 +107,7 @@ def differentiate(
         # aliases, since one input may depend on another and only the node itself is differentiated
         inputs = [None if t is None else t.view_as(t) for t in inputs]
         outputs = forward(*inputs)
-        both = zip(outputs, upstream, strict=True)
-        pairs = [(o, d) for o, d in both if o is not None and d is not None]
+        pairs = [(o, d) for o, d in zip(outputs, upstream, strict=True) if d is not None]
         wanted = [t for t, need in zip(inputs, needed, strict=False) if need and t is not None]
         found = torch.autograd.grad(
             [o for o, _ in pairs],
@@ -132,10 +131,9 @@ def mode_norm(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-    strength: Tensor | None = None,
     ranks: Ranks | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Y, the gates (N, K) and their cost, if it has a strength, with the batch's statistics.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Y, the gates (N, K) and their mean, the modes' usage (K,), with the batch's statistics.
 
     Gates None means the linear gate's.
     """
@@ -150,5 +148,4 @@ def mode_norm(
     else:
         batch = exchange.statistics(mean, var, gates * x.shape[2:].numel(), ranks)
     scale, shift = mixing.coefficients(batch.mean, batch.var, gates, mean, weight, bias, eps)
-    cost = None if strength is None else mixing.usage_cost(gates, strength)
-    return apply(x, mean, scale, shift), gates, cost
+    return apply(x, mean, scale, shift), gates, gates.mean(0)

@@ -89,14 +89,14 @@ def _round(case: SparsityCase, images: Tensor, labels: Tensor) -> tuple[float, l
     shared, _ = parts[METHODS.index("entropy")]
     without = training_step(shared, images, labels, case.dtype)
     layers = [module for module in shared.modules() if isinstance(module, ModeNorm)]
-    heard = [layer.usage_penalty for layer in layers]
+    heard = [layer.usage_listener for layer in layers]
 
     def plain() -> None:
         for layer in layers:
-            layer.usage_penalty = None
+            layer.usage_listener = None
         without()
-        for layer, penalty in zip(layers, heard, strict=True):
-            layer.usage_penalty = penalty
+        for layer, listener in zip(layers, heard, strict=True):
+            layer.usage_listener = listener
 
     steps: list[Step] = [plain, plain]
     for model, penalty in parts:
