@@ -172,11 +172,11 @@ def test_parts_of_the_mixing_compile(affine, monkeypatch):
         assert "griddepcontrol.wait" in compile_for(launch, 90).asm["ptx"], launch.kernel.__name__
 
 
-@pytest.mark.parametrize("count", [2, 16, 424])
-def test_entropies_compile(count, monkeypatch):
+@pytest.mark.parametrize(("layers", "modes"), [(1, 2), (2, 8), (8, 64), (1, 424)])
+def test_entropies_compile(layers, modes, monkeypatch):
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     monkeypatch.setattr(launches, "can_overlap", lambda: True)
-    done = compile_for(gpu_entropy._launch.__wrapped__(count, 1e-30, 0, True), 90)
+    done = compile_for(gpu_entropy._launch.__wrapped__(layers, modes, modes, 1e-30, 0, True), 90)
     assert "griddepcontrol.wait" in done.asm["ptx"]
 
 
@@ -201,14 +201,6 @@ def test_narrow_convolutions_compile(capability, channels, side, monkeypatch):
         if launch is not add_up:
             assert "mma" in ptx, name
             assert "cp.async" in ptx, name
-
-
-@pytest.mark.parametrize("count", [2, 16, 424])
-def test_entropies_compile(count, monkeypatch):
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
-    monkeypatch.setattr(launches, "can_overlap", lambda: True)
-    done = compile_for(gpu_entropy._launch.__wrapped__(count, 1e-30, 0, True), 90)
-    assert "griddepcontrol.wait" in done.asm["ptx"]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from modenorm import ModeSparsity
 from modenorm.kernels import entropy, operators, runs_triton
 
 SIZES = [((5, 6, 3, 4), 3), ((9, 40, 2, 2), 8), ((17, 3, 3, 3), 2), ((4, 20, 1, 1), 64)]
-SIZES += [((5, 600, 2, 1), 8)]  # whose gates' gradients are sums of parts
+SIZES += [((5, 600, 2, 1), 8)]  # more than one tile
 
 
 @pytest.fixture(autouse=True)
@@ -124,7 +124,7 @@ def entropy_of(usages, upstream=1.7):
     return value, *torch.autograd.grad(value * upstream, usages)
 
 
-@pytest.mark.parametrize("sizes", [(3,), (8, 8), (2, 5, 1), (64,) * 20], ids=str)
+@pytest.mark.parametrize("sizes", [(3,), (8, 8), (3,) * 8, (2, 5, 1), (64,) * 20], ids=str)
 def test_entropies(sizes, device):
     shares = [torch.softmax(2 * torch.randn(size), 0).to(device) for size in sizes]
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The entropy of how a batch uses its modes, and its slopes, in one launch."""
+"""The entropy of how a batch uses its modes, and its slopes, in one launch for eight layers."""
 
 from __future__ import annotations
 
@@ -13,46 +13,78 @@ from modenorm.kernels.gpu_arrays import begin
 from modenorm.kernels.launch import Launch
 from modenorm.kernels.plan import aligned, on_device
 
-__all__ = ["entropy"]
+__all__ = ["entropies"]
+
+MOST_LAYERS = 8
+APART = 4
+"""Numbers between rows are a multiple of it, so that all addresses are multiples of 16."""
 
 
 @triton.jit
-def _entropy_kernel(
-    usage_ptr,  # (M,)
+def _entropies_kernel(
+    usage0_ptr,  # (K,), as all usages
+    usage1_ptr,
+    usage2_ptr,
+    usage3_ptr,
+    usage4_ptr,
+    usage5_ptr,
+    usage6_ptr,
+    usage7_ptr,
     strength_ptr,  # ()
     value_ptr,  # ()
-    slopes_ptr,  # (M,)
-    count,
+    slopes_ptr,  # (layers, pitch)
+    num_layers,
+    num_modes,
+    pitch,
     smallest,
-    BLOCK: tl.constexpr,
+    BLOCK_LAYERS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """−Σ u ln u and its slopes, times the strength."""
+    """−Σ u ln u of the layers' usages, and its slopes, times the strength."""
     begin(OVERLAPS)
-    modes = tl.arange(0, BLOCK)
-    known = modes < count
+    columns = tl.arange(0, BLOCK_LAYERS * BLOCK_K)
+    layers, modes = columns // BLOCK_K, columns % BLOCK_K
+    known = (layers < num_layers) & (modes < num_modes)
+    starts = tl.where(layers == 1, usage1_ptr.to(tl.int64), usage0_ptr.to(tl.int64))
+    starts = tl.where(layers == 2, usage2_ptr.to(tl.int64), starts)
+    starts = tl.where(layers == 3, usage3_ptr.to(tl.int64), starts)
+    starts = tl.where(layers == 4, usage4_ptr.to(tl.int64), starts)
+    starts = tl.where(layers == 5, usage5_ptr.to(tl.int64), starts)
+    starts = tl.where(layers == 6, usage6_ptr.to(tl.int64), starts)
+    starts = tl.where(layers == 7, usage7_ptr.to(tl.int64), starts)
+    usages_ptr = starts.to(tl.pointer_type(tl.float32))
     weight = -tl.load(strength_ptr)
-    usage = tl.load(usage_ptr + modes, mask=known, other=1.0)
+    usage = tl.load(usages_ptr + modes, mask=known, other=1.0)
     unused = usage < smallest
     usage = tl.where(unused, smallest, usage)
     logs = tl.log(usage)
-    tl.store(slopes_ptr + modes, tl.where(unused, 0.0, weight * (logs + 1.0)), mask=known)
+    slopes = tl.where(unused, 0.0, weight * (logs + 1.0))
+    tl.store(slopes_ptr + layers * pitch + modes, slopes, mask=known)
     tl.store(value_ptr, weight * tl.sum(usage * logs, 0))
 
 
-def entropy(usage: Tensor, strength: Tensor, smallest: float) -> tuple[Tensor, Tensor]:
-    """The weighted entropy of usages, (M,), and its slopes, (M,)."""
-    usage = usage.contiguous()
-    value, slopes = torch.empty_like(strength), torch.empty_like(usage)
-    launch = _launch(len(usage), smallest, usage.get_device(), aligned((usage, strength)))
-    with on_device(usage) as stream:
-        launch(stream, usage, strength, value, slopes)
+def entropies(
+    usages: tuple[Tensor, ...], strength: Tensor, smallest: float
+) -> tuple[Tensor, Tensor]:
+    """The weighted entropy of usages, (K,) each, and its slopes, (layers, K or more)."""
+    dense = [u.contiguous() for u in usages]
+    first, count = dense[0], len(dense)
+    pitch = -(-len(first) // APART) * APART
+    value = torch.empty_like(strength)
+    slopes = torch.empty((count, pitch), device=first.device, dtype=torch.float32)
+    direct = aligned((*dense, strength))
+    launch = _launch(count, len(first), pitch, smallest, first.get_device(), direct)
+    with on_device(first) as stream:
+        launch(stream, *dense, *[first] * (MOST_LAYERS - count), strength, value, slopes)
     return value, slopes
 
 
 @functools.lru_cache(maxsize=1024)
-def _launch(count: int, smallest: float, device: int, direct: bool) -> Launch:
-    block = triton.next_power_of_2(count)
-    return Launch(
-        _entropy_kernel, (1,), (count, smallest), (block,), 1 if block <= 32 else 4, direct
-    )
+def _launch(
+    num_layers: int, num_modes: int, pitch: int, smallest: float, device: int, direct: bool
+) -> Launch:
+    layers, modes = map(triton.next_power_of_2, (num_layers, num_modes))
+    sizes = (num_layers, num_modes, pitch, smallest)
+    warps = 1 if layers * modes <= 32 else 4
+    return Launch(_entropies_kernel, (1,), sizes, (layers, modes), warps, direct)

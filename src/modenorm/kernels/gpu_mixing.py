@@ -19,9 +19,7 @@ from modenorm.kernels.gpu_mixing_forward import (
     gates_kernel,
     statistics_kernel,
 )
-from modenorm.kernels.gpu_mixing_wide import gate_parts_kernel, sample_lines_kernel
-from modenorm.kernels.launch import Launch, Pointer, Recorder
-from modenorm.kernels.slab import CHANNEL_BLOCK, channel_blocks
+from modenorm.kernels.launch import Launch
 
 __all__ = ["Mixing"]
 
@@ -102,45 +100,22 @@ class Mixing:
             4,
             direct,
         )
-        kinds = [(of_gates, of_usage) for of_gates in (False, True) for of_usage in (False, True)]
-        whole = less_wide >= num_channels
-        samples_backward = {
-            kind: Launch(
+        # by whether gates have a gradient from elsewhere, and the usage has one
+        self.samples_backward = {
+            (of_gates, of_usage): Launch(
                 samples_backward_kernel,
                 (num_samples,),
                 (num_channels, num_modes, num_positions, eps),
-                (*affine, has_gate, *kind, whole, modes, less_wide),
+                (
+                    *(*affine, has_gate, of_gates, of_usage),
+                    *(less_wide >= num_channels, modes, less_wide),
+                ),
                 _warps(modes, less_wide, 32),
                 direct,
             )
-            for kind in kinds
+            for of_gates in (False, True)
+            for of_usage in (False, True)
         }
-        blocks = channel_blocks(num_channels, num_modes)
-        if blocks:
-            grid, tile = (triton.cdiv(num_samples, few), blocks), (few, CHANNEL_BLOCK)
-            self.gate_parts = Launch(
-                gate_parts_kernel,
-                grid,
-                (num_samples, num_channels, eps),
-                (*affine, num_modes, *tile),
-                1,
-                direct,
-            )
-            samples_backward = {
-                kind: Launch(
-                    sample_lines_kernel,
-                    grid,
-                    (num_samples, num_channels, num_positions, eps),
-                    (
-                        *(affine[0], affine[2], has_gate, *kind, num_modes, modes),
-                        *(triton.next_power_of_2(blocks), *tile),
-                    ),
-                    1,
-                    direct,
-                )
-                for kind in kinds
-            }
-        self.in_blocks, self.of_samples = bool(blocks), samples_backward
         has_weight, _, per_mode = affine
         self.parameters_backward, self.late_parameters_backward = (
             Launch(
@@ -153,44 +128,6 @@ class Mixing:
             )
             for late in (False, True)
         )
-
-    def samples_backward(
-        self,
-        stream: int | Recorder,
-        kind: tuple[bool, bool],
-        mean: Pointer,
-        var: Pointer,
-        gates: Pointer,
-        statistics: tuple[Pointer, ...],
-        affine: tuple[Pointer, ...],
-        gate_weight: Pointer,
-        upstream: tuple[Pointer, ...],
-        found: tuple[Pointer, ...],
-        parts: Pointer,
-    ) -> None:
-        """Gradients of the gates, and slope, offset and scale of dx in place of A and D.
-
-        Args:
-            stream: to launch on.
-            kind: whether gates have a gradient from elsewhere, and whether the usage has one.
-            mean: of samples and channels.
-            var: of samples and channels.
-            gates: of the samples.
-            statistics: the modes' mean and variance, U and S.
-            affine: weight and bias.
-            gate_weight: of the linear gate.
-            upstream: the gradients of gates and of usage from elsewhere.
-            found: A, D, scale, and the gradients of logits or gates.
-            parts: memory for sums over blocks of channels.
-        """
-        launch = self.of_samples[kind]
-        if not self.in_blocks:
-            given = (mean, var, gates, *statistics, *affine, gate_weight)
-            launch(stream, *given, *upstream, *found)
-            return
-        self.gate_parts(stream, mean, var, *statistics, *affine, *found[:2], parts)
-        given = (mean, gates, *statistics, affine[0], gate_weight)
-        launch(stream, *given, *upstream, parts, *found)
 
 
 def _warps(rows: int, channels: int, numbers: int) -> int:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from modenorm.kernels.gpu_mixing import Mixing
 from modenorm.kernels.plan import affine_kind, aligned, on_device, pointer
-from modenorm.kernels.slab import channel_blocks
 
 __all__ = ["coefficients", "mode_gradients", "sample_gradients", "statistics", "takes"]
 
@@ -120,15 +119,13 @@ def sample_gradients(
     weight, eps = handed
     slope, offset = dscale.clone(), dshift.clone()  # the launch writes over them
     scale, dgates = torch.empty_like(mean), torch.empty_like(gates)
-    statistics = (mode_mean, mode_var, u.contiguous(), s.contiguous())
-    launches = _launches_for(mean, gates, weight, bias, eps, var, *statistics)
+    given = (mean, var, gates, mode_mean, mode_var, u.contiguous(), s.contiguous())
+    launches = _launches_for(mean, gates, weight, bias, eps, *given)
     affine = (pointer(weight, mean), pointer(bias, mean))
-    parts = _empty(gates, *gates.shape, channel_blocks(mean.shape[1], gates.shape[1]))
-    given = (mean, var, gates, statistics, affine)
-    unused = (mean, (mean, mean))  # the gate's weight; gradients of gates and usage as outputs
-    found = (slope, offset, scale, dgates)
+    unused = (mean,) * 3  # the gate's weight, gradients of the gates and of the usage as outputs
+    launch = launches.samples_backward[False, False]
     with on_device(mean) as stream:
-        launches.samples_backward(stream, (False, False), *given, *unused, found, parts)
+        launch(stream, *given, *affine, *unused, slope, offset, scale, dgates)
     return offset, slope.mul_(0.5), dgates
 
 

@@ -62,7 +62,7 @@ class ModePlan:
         self.forward = forward_slab(*rows)
         self.inference, run_inference = self._plan_inference(geometry, eps, affine)
         self.backward = backward_slab(*rows, num_modes)
-        stage, kinds = partial(Stage, direct), self.mixing.of_samples
+        stage, kinds = partial(Stage, direct), self.mixing.samples_backward
         parts = (self._statistics, self._coefficients, self._apply)
         self.run_forward, self.run_mix = stage(*parts), stage(*parts[:2])
         self.run_statistics, self.run_map = stage(parts[0]), stage(*parts[1:])
@@ -149,7 +149,7 @@ class ModePlan:
 
     def _modes_backward(self, stream: Stream, split: Split, arrays: Backward) -> None:
         """Sums of the upstream gradient, and the gradients of the modes' statistics."""
-        arrays, kept, (a, d, _, u, s, dweights, _) = self._open_backward(split, arrays)
+        arrays, kept, (a, d, _, u, s, dweights) = self._open_backward(split, arrays)
         mean, _, mode_mean, mode_var, mass = kept
         inputs, dweight, dbias = arrays.inputs, arrays.dweight, arrays.dbias
         self.passes.reduce_backward(stream, arrays.dy, arrays.x, mean, d, a)
@@ -161,22 +161,14 @@ class ModePlan:
 
     def _samples_backward(self, stream: Stream, split: Split, arrays: Backward) -> None:
         """Turn A and D into the slope and offset of dx, in place; the gates' and their part."""
-        arrays, kept, (a, d, scale, u, s, _, parts) = self._open_backward(split, arrays)
+        arrays, kept, (a, d, scale, u, s, _) = self._open_backward(split, arrays)
         mean, var, mode_mean, mode_var, _ = kept
         inputs, dused, dusage = arrays.inputs, arrays.dused, arrays.dusage
-        self.mixing.samples_backward(
-            stream,
-            (dused is not None, dusage is not None),
-            mean,
-            var,
-            arrays.used,
-            (mode_mean, mode_var, u, s),
-            (pointer(inputs.weight, mean), pointer(inputs.bias, mean)),
-            pointer(inputs.gate_weight, mean),
-            (pointer(dused, mean), pointer(dusage, mean)),
-            (a, d, scale, arrays.dlogits),
-            parts,
-        )
+        parameters = (pointer(p, mean) for p in (inputs.weight, inputs.bias, inputs.gate_weight))
+        self.mixing.samples_backward[dused is not None, dusage is not None](
+            stream, mean, var, arrays.used, mode_mean, mode_var, u, s, *parameters,
+            pointer(dused, mean), pointer(dusage, mean), a, d, scale, arrays.dlogits,
+        )  # fmt: skip
 
     def _apply_backward(self, stream: Stream, split: Split, arrays: Backward) -> None:
         arrays, (mean, *_), (slope, offset, scale, *_) = self._open_backward(split, arrays)
@@ -187,7 +179,7 @@ class ModePlan:
         self, launch: Launch, stream: Stream, split: Split, arrays: Backward
     ) -> None:
         """Gradients of the gate's parameters, and of a weight that the modes share."""
-        arrays, (mean, *_), (*_, dweights, _) = self._open_backward(split, arrays)
+        arrays, (mean, *_), (*_, dweights) = self._open_backward(split, arrays)
         inputs, dweight = arrays.inputs, arrays.dweight
         if inputs.gates is None or (dweight is not None and not inputs.per_mode):
             found = (arrays.dgate_weight, arrays.dgate_bias, dweight)

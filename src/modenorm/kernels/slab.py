@@ -9,30 +9,15 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "CHANNEL_BLOCK",
     "Slab",
     "Slot",
     "backward_slab",
     "channel_backward_slab",
-    "channel_blocks",
     "channel_forward_slab",
     "channel_kept_slab",
     "forward_slab",
     "kept_slab",
 ]
-
-
-CHANNEL_BLOCK = 128
-"""Channels of a block, where sums over them are made in parts."""
-
-
-def channel_blocks(channels: int, modes: int) -> int:
-    """In how many blocks of channels the gates' gradients are summed; 0: one program sums all.
-
-    Where that program can't hold what it reads (`Mixing`), as long as there are few parts.
-    """
-    blocks = -(-channels // CHANNEL_BLOCK)
-    return blocks if channels * modes > 4096 and modes <= 8 and blocks <= 32 else 0
 
 
 class Slot(NamedTuple):
@@ -91,10 +76,9 @@ def forward_slab(samples: int, channels: int) -> Slab:
 
 
 def backward_slab(samples: int, channels: int, modes: int) -> Slab:
-    """Slope, offset, scale of dx; gradients of the modes' statistics, weights; parts, of logits."""
-    rows, table, gates = (samples, channels), (modes, channels), (samples, modes)
-    parts = (*gates, channel_blocks(channels, modes))
-    return Slab(rows, rows, rows, table, table, table, parts, gates)
+    """Slope, offset and scale of dx; gradients of the modes' statistics and weights, of logits."""
+    rows, table = (samples, channels), (modes, channels)
+    return Slab(rows, rows, rows, table, table, table, (samples, modes))
 
 
 def channel_kept_slab(shape: tuple[int, ...], pixel: bool) -> Slab:
