@@ -40,7 +40,7 @@ class SparsityCase:
 SPARSITY_CASES = (
     SparsityCase("lenet", 128, 32, "float32", rounds=8, replays=20),
     SparsityCase("resnet18", 256, 224, "bfloat16"),
-    SparsityCase("resnet50", 256, 224, "bfloat16"),
+    SparsityCase("resnet50", 256, 224, "bfloat16", rounds=8),
 )
 
 
