@@ -25,6 +25,11 @@ class Recorder:
         if report.failed:
             self.failures.append(report.nodeid)
 
+    def pytest_collectreport(self, report):
+        if report.failed:  # a file that can't be imported
+            self.counts["failed"] += 1
+            self.failures.append(report.nodeid)
+
 
 def main(path):
     if not torch.cuda.is_available():

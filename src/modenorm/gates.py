@@ -16,7 +16,7 @@ from modenorm.buffers import Float32Buffers, members, recomputing, running_dtype
 from modenorm.exchange import Ranks, in_use, statistics
 from modenorm.mixing import product
 
-__all__ = ["Gate", "LinearGate", "StandardizedGate", "features_for", "make_gate"]
+__all__ = ["LinearGate", "StandardizedGate", "make_gate"]
 
 Gate = Callable[[Tensor], Tensor]
 
