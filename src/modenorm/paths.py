@@ -90,7 +90,8 @@ def _normalize_modes(call: _Call) -> Found:
     by_kernels = call.from_batch and options.ranks is None and not isinstance(call.gates, Tensor)
     if not by_kernels:
         options = options._replace(gates_matter=True, usage_matters=False)
-    y, gates, usage = _found_modes(call._replace(options=options))
+        call = call._replace(options=options)
+    y, gates, usage = _found_modes(call)
     if usage is None and gates is not None and len(gates) > 0:
         usage = gates.mean(0)
     return y, gates, usage

@@ -5,6 +5,7 @@ Letters: K modes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,13 +31,14 @@ def usage_entropy(usages: Sequence[Tensor], strength: Tensor) -> Tensor:
         0.6931...
     """
     first = usages[0]
-    alike = [u.to(first.device, first.dtype) for u in usages]
-    if len(alike) > MOST_LAYERS or any(u.shape != first.shape for u in alike):
-        alike = [torch.cat(alike)]
-    strength = strength.to(first.device, first.dtype)
-    if choose_backend(alike[0]) != "fused":
-        return _plain(strength, *alike)[0]
-    value: Tensor = _node(strength, *alike)
+    if any(u.dtype != first.dtype or u.device != first.device for u in usages):
+        usages = [u.to(first) for u in usages]
+    if len(usages) > MOST_LAYERS or any(u.shape != first.shape for u in usages):
+        usages = [torch.cat([*usages])]
+    strength = strength.to(first)
+    if choose_backend(first) != "fused":
+        return _plain(strength, *usages)[0]
+    value: Tensor = _node(strength, *usages)
     return value
 
 
@@ -58,7 +60,9 @@ class _Entropy(torch.autograd.Function):
         if only_plain(upstream):
             needed = (False, *ctx.needs_input_grad[1:])
             return tuple(differentiate(_plain, given, needed, (upstream,)))
-        found = (slopes * upstream)[:, : len(given[1])]
+        found = slopes * upstream
+        if found.shape[1] > len(given[1]):
+            found = found[:, : len(given[1])]
         return None, *found.unbind()
 
 
@@ -71,8 +75,16 @@ def _entropies(usages: tuple[Tensor, ...], strength: Tensor) -> tuple[Tensor, Te
         from modenorm.kernels.gpu_entropy import entropies
 
         return entropies(usages, strength, SMALLEST_USAGE)
-    usage = torch.stack(usages)
-    least = usage.clamp_min(SMALLEST_USAGE)
-    logs = least.log()
-    slopes = (logs + 1).mul_(-strength).masked_fill_(usage < SMALLEST_USAGE, 0)
-    return -strength * torch.dot(least.flatten(), logs.flatten()), slopes
+    weight, value = -float(strength), 0.0
+    slopes: list[list[float]] = []
+    for usage in usages:
+        slopes.append([])
+        for share in usage.tolist():  # on a CPU an operator costs more than a few numbers
+            unused = share < SMALLEST_USAGE
+            least = SMALLEST_USAGE if unused else share
+            log = math.log(least)
+            value += weight * least * log
+            slopes[-1].append(0.0 if unused else weight * (log + 1))
+    dtype, device = strength.dtype, strength.device
+    found = torch.tensor(value, dtype=dtype, device=device)
+    return found, torch.tensor(slopes, dtype=dtype, device=device)
