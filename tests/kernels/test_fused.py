@@ -81,9 +81,9 @@ def test_training_with_options(device, num_modes, options):
 
 
 @pytest.mark.parametrize("options", [{}, {"per_mode_affine": True}, {"affine": False}], ids=str)
-@pytest.mark.parametrize(("channels", "num_modes"), [(520, 8), (700, 7), (2056, 2)], ids=str)
-def test_many_modes_and_channels(device, channels, num_modes, options):
-    compare_training(device, (6, channels, 2, 1), num_modes, True, **options)
+def test_many_modes_and_channels(device, options):
+    """More than a program holds at once."""
+    compare_training(device, (6, 520, 2, 1), 8, True, **options)
 
 
 def test_given_gates_of_many_modes(device):
