@@ -18,8 +18,9 @@ class Heard(nn.Module):
 
     Attributes:
         gate_listener: Is called with the gates of every forward, (N, K).
-        usage_listener: Is called with their mean over the samples, (K,), where it can learn: it is
-            found on the way, and its gradient needs no memory for those of the gates.
+        usage_listener: Is called, by mode norms alone, with the gates' mean over the samples, (K,),
+            where it can learn: it is found on the way, and its gradient needs no memory for those
+            of the gates.
     """
 
     gate_listener: GateListener | None

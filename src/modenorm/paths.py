@@ -31,13 +31,10 @@ from modenorm.kernels import (
 )
 from modenorm.kernels.channel_arrays import Given
 from modenorm.kernels.layout import statistics_dtype
-from modenorm.kernels.mode_arrays import Inputs, fits
+from modenorm.kernels.mode_arrays import Found, Inputs, fits
 from modenorm.mixing import RunningEstimates, autocasting, product
 
 __all__ = ["normalize_channels", "normalize_modes"]
-
-Found = tuple[Tensor, Tensor | None, Tensor | None]
-"""Y, the gates, and the usage of the modes."""
 
 
 class _Call(NamedTuple):

@@ -136,13 +136,13 @@ static void update_running(const float *mode_mean, const float *mode_var, const 
         i64 positions, i64 last, i64 threads
 
 /* gate_weight NULL: the gates are given. running_mean NULL: nothing to update, or to normalise
-   with. usage_of_modes: the mass over N, or NULL. kept: mean, var, scale (N, C), μ, σ² (K, C), mass (K). scratch:
-   (N, C) and (K, C). */
+   with. usage: the mass over N, or NULL. kept: mean, var, scale (N, C), μ, σ² (K, C), mass (K).
+   scratch: (N, C) and (K, C). */
 EXPORT void modenorm_forward(const float *x, const float *gate_weight, const float *gate_bias,
                              const float *weight, const float *bias, float *y, float *gates,
-                             float *kept, float *scratch, float *usage_of_modes,
-                             float *running_mean, float *running_var, float *share, i64 *tracked,
-                             float momentum, i64 usage, i64 from_batch, SIZES)
+                             float *kept, float *scratch, float *usage, float *running_mean,
+                             float *running_var, float *share, i64 *tracked, float momentum,
+                             i64 by_usage, i64 from_batch, SIZES)
 {
     i64 rows = samples * channels, table = modes * channels;
     float *mean = kept, *var = kept + rows, *scale = kept + 2 * rows;
@@ -155,11 +155,11 @@ EXPORT void modenorm_forward(const float *x, const float *gate_weight, const flo
     if (from_batch)
         modenorm_statistics(mean, var, gates, mass, mode_mean, mode_var, samples, channels, modes,
                             threads);
-    for (i64 k = 0; usage_of_modes && k < modes; k++)
-        usage_of_modes[k] = mass[k] / (float)samples;
+    for (i64 k = 0; usage && k < modes; k++)
+        usage[k] = mass[k] / (float)samples;
     if (from_batch && running_mean)
         update_running(mode_mean, mode_var, mass, running_mean, running_var, share, tracked,
-                       momentum, usage, samples, channels, modes);
+                       momentum, by_usage, samples, channels, modes);
     modenorm_coefficients(mean, gates, from_batch ? mode_mean : running_mean,
                           from_batch ? mode_var : running_var, weight, bias, scale, scratch,
                           scratch + rows, eps, weight_step, bias_step, samples, channels, modes,
@@ -173,9 +173,8 @@ EXPORT void modenorm_forward(const float *x, const float *gate_weight, const flo
 EXPORT void modenorm_backward(const float *dy, const float *x, const float *gates,
                               const float *kept, const float *gate_weight, const float *weight,
                               const float *bias, const float *dused, const float *dusage,
-                              float *dx, float *dgates, float *dgate_weight,
-                              float *dgate_bias, float *dweight, float *dbias, float *scratch,
-                              SIZES)
+                              float *dx, float *dgates, float *dgate_weight, float *dgate_bias,
+                              float *dweight, float *dbias, float *scratch, SIZES)
 {
     i64 rows = samples * channels, table = modes * channels;
     const float *mean = kept, *var = kept + rows, *scale = kept + 2 * rows;

@@ -20,7 +20,7 @@ __all__ = ["usage_entropy"]
 SMALLEST_USAGE = 1e-30
 """Modes that are used less count as if used so, and have no gradient; 0 has no logarithm."""
 MOST_LAYERS = 8
-"""Whose usage is taken from where it is; that of more is brought together first."""
+"""Whose usage kernels/gpu_entropy.py takes from where it is; more are brought together first."""
 
 
 def usage_entropy(usages: Sequence[Tensor], strength: Tensor) -> Tensor:

@@ -20,14 +20,19 @@ from modenorm.checks import Options
 from modenorm.exchange import Ranks
 from modenorm.kernels import plain
 from modenorm.kernels.layout import as_aligned, as_dense, dense_like
-from modenorm.kernels.mode_arrays import Backward, Forward, Inference, Inputs
+from modenorm.kernels.mode_arrays import (
+    Backward,
+    Forward,
+    Found,
+    Inference,
+    Inputs,
+    beside_output,
+)
 from modenorm.kernels.mode_plan import ModePlan, plan_for
 from modenorm.mixing import RunningEstimates
 
 __all__ = ["mode_norm", "mode_norm_inference"]
 
-Found = tuple[Tensor, Tensor | None, Tensor | None]
-"""Y, the gates, and the usage of the modes."""
 Estimates = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 NO_ESTIMATES: Estimates = (None, None, None, None)
 NO_GRADIENTS = (None, None, None)  # of the node's last inputs, which are no tensors
@@ -48,8 +53,7 @@ def mode_norm(
     if plan is None:
         return None
     y, *more = _node(x, *inputs, running, plan, options)
-    gates = more[0] if options.gates_matter else None
-    return y, gates, more[-1] if options.usage_matters else None
+    return y, *beside_output(more, options.gates_matter, options.usage_matters)
 
 
 def mode_norm_inference(
@@ -107,8 +111,7 @@ class _ModeNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, *more: Tensor | None) -> tuple[Tensor | None, ...]:
         *given, used, kept = ctx.saved_tensors
         options, plan, ranks = ctx.options, ctx.plan, ctx.options.ranks
-        dused = more[0] if options.gates_matter else None
-        dusage = more[-1] if options.usage_matters else None
+        dused, dusage = beside_output(more, options.gates_matter, options.usage_matters)
         if plain.only_plain(dy, dused, dusage) or dy is None:
             forward = partial(plain.mode_norm, eps=options.eps, ranks=ranks)
             upstream = (dy, dused, dusage)

@@ -100,16 +100,14 @@ class Mixing:
             4,
             direct,
         )
+        whole = less_wide >= num_channels
         # by whether gates have a gradient from elsewhere, and the usage has one
         self.samples_backward = {
             (of_gates, of_usage): Launch(
                 samples_backward_kernel,
                 (num_samples,),
                 (num_channels, num_modes, num_positions, eps),
-                (
-                    *(*affine, has_gate, of_gates, of_usage),
-                    *(less_wide >= num_channels, modes, less_wide),
-                ),
+                (*affine, has_gate, of_gates, of_usage, whole, modes, less_wide),
                 _warps(modes, less_wide, 32),
                 direct,
             )

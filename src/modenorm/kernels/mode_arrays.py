@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +10,17 @@ from torch import Tensor
 
 from modenorm.mixing import RunningEstimates
 
-__all__ = ["Backward", "Forward", "Inference", "Inputs", "fits"]
+__all__ = ["Backward", "Forward", "Found", "Inference", "Inputs", "beside_output", "fits"]
+
+Found = tuple[Tensor, Tensor | None, Tensor | None]
+"""What a mode norm finds: y, the gates, and the usage of the modes."""
+
+
+def beside_output(
+    more: Sequence[Tensor | None], gates_matter: bool, usage_matters: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gates and usage, or their gradients, of what a node has beside y: those that matter."""
+    return more[0] if gates_matter else None, more[-1] if usage_matters else None
 
 
 class Inputs(NamedTuple):

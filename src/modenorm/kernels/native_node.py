@@ -18,6 +18,7 @@ from modenorm.buffers import recomputing
 from modenorm.checks import Options
 from modenorm.kernels import plain, runs_native
 from modenorm.kernels.layout import as_dense, dense_like, is_channels_last
+from modenorm.kernels.mode_arrays import Found, beside_output
 from modenorm.kernels.native import call_at, dense
 from modenorm.mixing import RunningEstimates
 
@@ -36,7 +37,7 @@ def mode_norm(
     bias: Tensor | None,
     estimates: RunningEstimates | None,
     options: Options,
-) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
+) -> Found | None:
     """Y, the gates (N, K) and the modes' usage (K,), or None if C can't take these tensors.
 
     Gates None means the gate's. In training the estimates are moved; otherwise they are used, and y
@@ -49,9 +50,10 @@ def mode_norm(
         return None
     if options.training and recomputing():
         estimates = None
-    matter, usage_matters = options.gates_matter and gates is None, options.usage_matters
-    y, *more = _node(x, *inputs, estimates, plan, matter, usage_matters)
-    return y, more[0] if matter else gates, more[-1] if usage_matters else None
+    matter = (options.gates_matter and gates is None, options.usage_matters)
+    y, *more = _node(x, *inputs, estimates, plan, *matter)
+    used, usage = beside_output(more, *matter)
+    return y, used if gates is None else gates, usage
 
 
 class _Plan:
@@ -178,9 +180,7 @@ class _ModeNorm(torch.autograd.Function):
         *inputs, used, kept = ctx.saved_tensors  # once: checkpointing unpacks them once
         x, gates, *parameters = inputs
         plan, needed = ctx.plan, ctx.needs_input_grad
-        gates_matter, usage_matters = ctx.matter
-        dused = more[0] if gates_matter else None
-        dusage = more[-1] if usage_matters else None
+        dused, dusage = beside_output(more, *ctx.matter)
         upstream = (dy, dused, dusage)
         if plain.only_plain(*upstream) or dy is None or not runs_native(x, *upstream):
             forward = partial(plain.mode_norm, eps=plan.eps)

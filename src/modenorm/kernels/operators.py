@@ -18,7 +18,7 @@ from modenorm import mixing
 from modenorm.checks import Options
 from modenorm.kernels import plain
 from modenorm.kernels.layout import as_aligned, as_dense, dense_like
-from modenorm.kernels.mode_arrays import Backward, Forward, Inputs
+from modenorm.kernels.mode_arrays import Backward, Forward, Found, Inputs, beside_output
 from modenorm.kernels.slab import Slab, backward_slab, forward_slab, kept_slab
 from modenorm.mixing import RunningEstimates
 
@@ -35,7 +35,7 @@ def available(x: Tensor) -> bool:
 
 def mode_norm(
     x: Tensor, inputs: Inputs, estimates: RunningEstimates | None, options: Options
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> Found:
     """Y, the gates (N, K) and the modes' usage (K,), by the batch's statistics.
 
     These move the estimates in place. The gates have a gradient only if they matter, and there is
@@ -54,9 +54,10 @@ def mode_norm(
     matter = options.gates_matter
     asked = usage if options.usage_matters else None
     y, *more = _Map.apply(x, *inputs, kept, lines, asked, options.eps, matter)
-    if not matter and inputs.gates is not None:
-        gates = inputs.gates
-    return y, more[0] if matter else gates, more[-1] if options.usage_matters else None
+    used, found = beside_output(more, matter, options.usage_matters)
+    if used is None:
+        used = gates if inputs.gates is None else inputs.gates
+    return y, used, found
 
 
 class _Map(torch.autograd.Function):
@@ -90,8 +91,7 @@ class _Map(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, *more: Tensor) -> tuple[Tensor | None, ...]:
         x, *given, kept = ctx.saved_tensors
         inputs = Inputs(*given)
-        dused = more[0] if ctx.gates_matter else None
-        dusage = more[-1] if ctx.usage_matters else None
+        dused, dusage = beside_output(more, ctx.gates_matter, ctx.usage_matters)
         lines, *found = gradients(dy, dused, dusage, x, *inputs, kept, ctx.eps)
         mean, *_ = _kept_slab(x, inputs).tensors(kept)
         slope, offset, scale, *_ = _backward_slab(x, inputs).tensors(lines)
