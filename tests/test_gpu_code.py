@@ -16,7 +16,7 @@ from modenorm.kernels.layout import interpreting  # noqa: E402
 if interpreting():
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from modenorm.kernels import gpu_entropy, gpu_mixing_parts  # noqa: E402
+from modenorm.kernels import gpu_entropy, gpu_mixing_parts, gpu_switches  # noqa: E402
 from modenorm.kernels import launch as launches  # noqa: E402
 from modenorm.kernels.gpu import Geometry, Passes  # noqa: E402
 from modenorm.kernels.gpu_channels import ChannelMixing  # noqa: E402
@@ -26,7 +26,7 @@ from modenorm.kernels.tiles import inference_tile  # noqa: E402
 from modenorm.lab.models import max_pool, narrow_conv  # noqa: E402
 
 STREAMED = ("x_ptr", "y_ptr", "dy_ptr", "dx_ptr")
-OTHER_TYPES = {"tracked_ptr": "i64", "place_ptr": "u8"}
+OTHER_TYPES = {"tracked_ptr": "i64", "random_ptr": "i64", "place_ptr": "u8"}
 
 
 def compile_for(launch, capability, streamed="bf16"):
@@ -178,6 +178,19 @@ def test_entropies_compile(layers, modes, monkeypatch):
     monkeypatch.setattr(launches, "can_overlap", lambda: True)
     done = compile_for(gpu_entropy._launch.__wrapped__(layers, modes, modes, 1e-30, 0, True), 90)
     assert "griddepcontrol.wait" in done.asm["ptx"]
+
+
+@pytest.mark.parametrize(("layers", "modes"), [(1, 2), (2, 8), (8, 64), (1, 424)])
+def test_switches_compile(layers, modes, monkeypatch):
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    monkeypatch.setattr(launches, "can_overlap", lambda: True)
+    draw, back = gpu_switches._draw_kernel, gpu_switches._draw_backward_kernel
+    for kernel, sizes, constants in (
+        (draw, (layers, modes, modes, layers * modes, 2 / 3, -0.1, 1.1, 1e-6, -1.6), (True,)),
+        (back, (layers, modes, layers * modes), (True,)),
+    ):
+        launch = gpu_switches._launch.__wrapped__(kernel, sizes, constants, 0, True)
+        assert "griddepcontrol.wait" in compile_for(launch, 90).asm["ptx"]
 
 
 @pytest.mark.parametrize(

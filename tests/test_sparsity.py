@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 import modenorm
 from compare import assert_close
 from modenorm import ModeGroupNorm, ModeNorm1d, ModeNorm2d, ModeSparsity
-from modenorm.sparsity import draw_switches, expected_open
+from modenorm.kernels.switches import draw_switches, expected_open
 
 torch.set_num_threads(1)
 
@@ -305,6 +305,46 @@ def test_switches_learn_and_differ_between_forwards():
     (g,) = torch.autograd.grad(sparsity(), sparsity.log_odds)
     p = expected_open(sparsity.log_odds.detach())
     assert_close(g.double(), (0.1 * p * (1 - p)).double(), 1e-6)
+
+
+@pytest.mark.parametrize("modes", [(4, 4), (4, 3)], ids=str)
+def test_switches_of_a_float32_step_are_one_node(modes):
+    """Beside a random upstream gradient of the output and a weight of the cost."""
+    model, x = small_model(modes), torch.randn(12, 3, 8, 8, dtype=torch.float64)
+    upstream, log_odds = torch.randn_like(model(x)), torch.randn(sum(modes))
+    found = []
+    for module in (copy.deepcopy(model).float(), model):
+        penalty = ModeSparsity(module, 0.3, "switch")
+        penalty.log_odds.data.copy_(log_odds)
+        torch.manual_seed(3)  # the same switches
+        dtype = module[0].weight.dtype
+        loss = (module(x.to(dtype)) * upstream.to(dtype)).sum() + 5 * penalty()
+        assert bool(penalty._switches.used) == (dtype == torch.float32)
+        learnt = [penalty.log_odds, *module.parameters()]
+        found.append([loss, *torch.autograd.grad(loss, learnt)])
+    for ours, plain in zip(*found, strict=True):
+        torch.testing.assert_close(ours.double(), plain.double(), rtol=1e-3, atol=1e-4)
+
+
+def test_the_cost_of_switches_is_that_of_now():
+    """Also after a step of the optimizer, with another strength, twice, and before any forward."""
+    model, x = small_model().float(), torch.randn(12, 3, 8, 8)
+    sparsity = ModeSparsity(model, 0.3, "switch")
+
+    def wanted():
+        return sparsity.strength * expected_open(sparsity.log_odds.detach()).sum()
+
+    for change in (lambda: None, sparsity.log_odds.neg_, lambda: sparsity.strength.fill_(2.0)):
+        model(x)
+        with torch.no_grad():
+            change()
+        for _ in range(2):
+            cost = sparsity()
+            torch.testing.assert_close(cost.detach(), wanted())
+            cost.backward()
+    with torch.no_grad():
+        model(x)
+    sparsity().backward()
 
 
 @pytest.mark.parametrize("method", ["entropy", "switch"])

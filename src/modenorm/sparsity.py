@@ -8,54 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import math
-import pickle
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from modenorm.checks import check_choice
-from modenorm.gates import LinearGate
 from modenorm.kernels.entropy import usage_entropy
+from modenorm.kernels.switches import expected_open
 from modenorm.layers import ModeNorm
 from modenorm.listeners import UsageListener
 from modenorm.recording import mode_layers
-from modenorm.resizing import last_linear
+from modenorm.switches import Switches
 
 __all__ = ["DEFAULT_STRENGTH", "METHODS", "ModeSparsity"]
 
 METHODS = ("entropy", "switch")
 DEFAULT_STRENGTH = {"entropy": 0.002, "switch": 0.1}
 
-# The hard-concrete distribution of Louizos, Welling & Kingma (2018), with their constants.
-TEMPERATURE, LOW, HIGH = 2 / 3, -0.1, 1.1
 FIRST_SWITCH = 2.0  # log odds: switches start open
-CLOSED = 1e-6  # the smallest factor on a gate; 0 would have no logarithm
-
-
-def draw_switches(log_odds: Tensor, noise: Tensor | None) -> Tensor:
-    """Hard-concrete switches, drawn with uniform noise, or without it the most likely ones.
-
-    Example:
-        >>> draw_switches(torch.tensor([-9.0, 9.0]), None)
-        tensor([1.0000e-06, 1.0000e+00])
-    """
-    soft = torch.sigmoid(log_odds)
-    if noise is not None:
-        soft = torch.sigmoid((log_odds + noise.clamp(1e-6, 1 - 1e-6).logit()) / TEMPERATURE)
-    return (soft * (HIGH - LOW) + LOW).clamp(0, 1) * (1 - CLOSED) + CLOSED
-
-
-def expected_open(log_odds: Tensor) -> Tensor:
-    """The probability that a drawn switch is not closed.
-
-    Example:
-        >>> bool(expected_open(torch.tensor(2.0)) > 0.9)
-        True
-    """
-    return torch.sigmoid(log_odds - TEMPERATURE * math.log(-LOW / HIGH))
 
 
 class ModeSparsity(nn.Module):
@@ -95,6 +66,8 @@ class ModeSparsity(nn.Module):
     """
 
     strength: Tensor
+    random: Tensor
+    """Of "switch": seed and number of the noise in captured steps, where a launch advances it."""
 
     def __init__(
         self,
@@ -118,9 +91,8 @@ class ModeSparsity(nn.Module):
                 f"to make sparse; put some in, for example with modenorm.replace_batchnorm"
             )
         self.method = method
-        self._layers = tuple(layers)  # not submodules: their parameters are the model's
-        self._sizes = [layer.num_modes for layer in layers]
         self._usages: dict[int, Tensor] = {}
+        self._switches: Switches | None = None
         self._attached = contextlib.ExitStack()
         self._removed = False
         like = next(layers[0].parameters(), torch.empty(0))
@@ -128,8 +100,12 @@ class ModeSparsity(nn.Module):
         self.register_buffer("strength", torch.tensor(float(strength), **kind))
         self.log_odds: nn.Parameter | None = None
         if method == "switch":
-            self.log_odds = nn.Parameter(torch.full((sum(self._sizes),), FIRST_SWITCH, **kind))
-            self._attach_switches(model)
+            num_switches = sum(layer.num_modes for layer in layers)
+            self.log_odds = nn.Parameter(torch.full((num_switches,), FIRST_SWITCH, **kind))
+            seed = int(torch.randint(1 << 62, ()))
+            self.register_buffer("random", torch.tensor([seed, 0], device=like.device))
+            self._switches = Switches(self, layers)
+            self._switches.attach(model, self._attached)
         else:
             for place, layer in enumerate(layers):
                 listener = self._listener(place)
@@ -138,9 +114,9 @@ class ModeSparsity(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles, say of a module that holds this one, are on no model."""
-        alone = {
-            "_layers": (),
+        alone: dict[str, Any] = {
             "_usages": {},
+            "_switches": None,
             "_attached": contextlib.ExitStack(),
             "_removed": True,
         }
@@ -149,7 +125,8 @@ class ModeSparsity(nn.Module):
     def forward(self) -> Tensor:
         """The loss of the model's last forward in training."""
         if self.log_odds is not None:
-            return self.strength * expected_open(self.log_odds).sum()
+            kept = None if self._switches is None else self._switches.take_cost()
+            return self.strength * expected_open(self.log_odds).sum() if kept is None else kept
         if not self._usages:
             raise ValueError(
                 "ModeSparsity heard no gates since it was last called; call it after each forward "
@@ -162,6 +139,8 @@ class ModeSparsity(nn.Module):
     def forget(self) -> None:
         """Let go of the last forward, after a step that does without the penalty."""
         self._usages.clear()
+        if self._switches is not None:
+            self._switches.take_cost()
 
     @torch.no_grad()
     def remove(self) -> None:
@@ -169,11 +148,8 @@ class ModeSparsity(nn.Module):
         if self._removed:
             return
         self._removed = True
-        if self.log_odds is not None:
-            for layer, change in zip(self._layers, self._changes(drawn=False), strict=True):
-                linear = last_linear(layer.gate, layer.num_modes)
-                assert linear is not None
-                linear.bias.add_(change.to(linear.bias))
+        if self._switches is not None:
+            self._switches.write_into_biases()
         self._attached.close()
         self.forget()
 
@@ -184,36 +160,6 @@ class ModeSparsity(nn.Module):
 
         return listen
 
-    def _attach_switches(self, model: nn.Module) -> None:
-        for layer in self._layers:
-            linear = last_linear(layer.gate, layer.num_modes)
-            if linear is None or not isinstance(linear.bias, nn.Parameter):
-                raise ValueError(
-                    f'method "switch" needs gates that end in a linear layer with a bias; '
-                    f"got {type(layer.gate).__name__}, without one or with one that is computed: "
-                    f'use method "entropy"'
-                )
-        # the first ones are for parts of the model that are called by themselves
-        drawn = [change.detach() for change in self._changes(drawn=False)]
-
-        def added(place: int) -> Callable[[nn.Module, Any, Tensor], Tensor]:
-            return lambda _, __, logits: logits + drawn[place].to(logits)
-
-        for place, layer in enumerate(self._layers):
-            if isinstance(layer.gate, LinearGate):  # whose fused kernels a hook would pass by
-                change = partial(drawn.__getitem__, place)
-                layer.gate.bias_changes += (change,)
-                self._attached.callback(_take_off, layer.gate, change)
-            else:
-                self._attached.callback(layer.gate.register_forward_hook(added(place)).remove)
-        self._attached.callback(model.register_forward_pre_hook(_Draw(self, drawn)).remove)
-
-    def _changes(self, drawn: bool) -> list[Tensor]:
-        """What is added to the logits of every mode, by layer: drawn, or the most likely."""
-        assert self.log_odds is not None
-        noise = torch.rand_like(self.log_odds) if drawn else None
-        return list(torch.split(draw_switches(self.log_odds, noise).log(), self._sizes))
-
     def extra_repr(self) -> str:
         """The arguments."""
         return f"strength={float(self.strength):g}, method={self.method!r}"
@@ -222,26 +168,3 @@ class ModeSparsity(nn.Module):
 def _release(layer: ModeNorm, listener: UsageListener) -> None:
     if layer.usage_listener is listener:  # and not that of a later penalty
         layer.usage_listener = None
-
-
-class _Draw:
-    """Draws the switches before every forward of a model; its copies have the same switches."""
-
-    def __init__(self, sparsity: ModeSparsity, drawn: list[Tensor]) -> None:
-        self.sparsity, self.drawn = sparsity, drawn
-
-    def __call__(self, model: nn.Module, _: tuple[Any, ...]) -> None:
-        self.drawn[:] = self.sparsity._changes(drawn=model.training)
-
-    def __deepcopy__(self, _: dict[int, Any]) -> _Draw:
-        return self
-
-    def __reduce__(self) -> str:
-        raise pickle.PicklingError(
-            "the model has the switches of a ModeSparsity on it, which a pickle can't hold: save "
-            "state dicts, or call remove() of the penalty first"
-        )
-
-
-def _take_off(gate: LinearGate, change: Callable[[], Tensor]) -> None:
-    gate.bias_changes = tuple(other for other in gate.bias_changes if other is not change)

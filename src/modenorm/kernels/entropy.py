@@ -14,13 +14,12 @@ from torch import Tensor
 
 from modenorm.kernels import choose_backend, runs_triton
 from modenorm.kernels.plain import differentiate, node, only_plain
+from modenorm.kernels.several import together
 
 __all__ = ["usage_entropy"]
 
 SMALLEST_USAGE = 1e-30
 """Modes that are used less count as if used so, and have no gradient; 0 has no logarithm."""
-MOST_LAYERS = 8
-"""Whose usage kernels/gpu_entropy.py takes from where it is; more are brought together first."""
 
 
 def usage_entropy(usages: Sequence[Tensor], strength: Tensor) -> Tensor:
@@ -33,8 +32,7 @@ def usage_entropy(usages: Sequence[Tensor], strength: Tensor) -> Tensor:
     first = usages[0]
     if any(u.dtype != first.dtype or u.device != first.device for u in usages):
         usages = [u.to(first) for u in usages]
-    if len(usages) > MOST_LAYERS or any(u.shape != first.shape for u in usages):
-        usages = [torch.cat([*usages])]
+    usages = together(usages)
     strength = strength.to(first)
     if choose_backend(first) != "fused":
         return _plain(strength, *usages)[0]

@@ -9,15 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from modenorm.kernels.gpu_arrays import begin
+from modenorm.kernels.gpu_arrays import array_of, begin, padded
 from modenorm.kernels.launch import Launch
 from modenorm.kernels.plan import aligned, on_device
+from modenorm.kernels.several import MOST_ARRAYS
 
 __all__ = ["entropies"]
-
-MOST_LAYERS = 8
-APART = 4
-"""Numbers between rows are a multiple of it, so that all addresses are multiples of 16."""
 
 
 @triton.jit
@@ -46,14 +43,10 @@ def _entropies_kernel(
     columns = tl.arange(0, BLOCK_LAYERS * BLOCK_K)
     layers, modes = columns // BLOCK_K, columns % BLOCK_K
     known = (layers < num_layers) & (modes < num_modes)
-    starts = tl.where(layers == 1, usage1_ptr.to(tl.int64), usage0_ptr.to(tl.int64))
-    starts = tl.where(layers == 2, usage2_ptr.to(tl.int64), starts)
-    starts = tl.where(layers == 3, usage3_ptr.to(tl.int64), starts)
-    starts = tl.where(layers == 4, usage4_ptr.to(tl.int64), starts)
-    starts = tl.where(layers == 5, usage5_ptr.to(tl.int64), starts)
-    starts = tl.where(layers == 6, usage6_ptr.to(tl.int64), starts)
-    starts = tl.where(layers == 7, usage7_ptr.to(tl.int64), starts)
-    usages_ptr = starts.to(tl.pointer_type(tl.float32))
+    usages_ptr = array_of(
+        layers, usage0_ptr, usage1_ptr, usage2_ptr, usage3_ptr,
+        usage4_ptr, usage5_ptr, usage6_ptr, usage7_ptr,
+    )  # fmt: skip
     weight = -tl.load(strength_ptr)
     usage = tl.load(usages_ptr + modes, mask=known, other=1.0)
     unused = usage < smallest
@@ -70,13 +63,13 @@ def entropies(
     """The weighted entropy of usages, (K,) each, and its slopes, (layers, K or more)."""
     dense = [u.contiguous() for u in usages]
     first, count = dense[0], len(dense)
-    pitch = -(-len(first) // APART) * APART
+    pitch = padded(len(first))
     value = torch.empty_like(strength)
     slopes = torch.empty((count, pitch), device=first.device, dtype=torch.float32)
     direct = aligned((*dense, strength))
     launch = _launch(count, len(first), pitch, smallest, first.get_device(), direct)
     with on_device(first) as stream:
-        launch(stream, *dense, *[first] * (MOST_LAYERS - count), strength, value, slopes)
+        launch(stream, *dense, *[first] * (MOST_ARRAYS - count), strength, value, slopes)
     return value, slopes
 
 

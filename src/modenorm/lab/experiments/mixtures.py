@@ -19,6 +19,7 @@ from torch.func import stack_module_state
 from torch.nn import functional
 
 from modenorm import ModeNorm1d, ModeSparsity, prune_modes, recalibrate
+from modenorm.kernels.switches import draw_switches, expected_open
 from modenorm.lab.bench.page import markdown_table
 from modenorm.lab.data.loader import derive_seed
 from modenorm.lab.provenance import provenance
@@ -27,7 +28,7 @@ from modenorm.lab.training.schedule import CLOSING
 from modenorm.modes import SMALLEST_GATE
 from modenorm.pruning import DEFAULT_TOLERANCE
 from modenorm.resizing import close_modes
-from modenorm.sparsity import DEFAULT_STRENGTH, draw_switches, expected_open
+from modenorm.sparsity import DEFAULT_STRENGTH
 
 CHANNELS = CLASSES = 8
 MAX_MODES = 8
