@@ -225,7 +225,7 @@ def test_a_captured_step_draws_anew(device):
     for _ in range(3):
         graph.replay()
         seen.append((changes.clone(), gradient.clone()))
-    assert int(penalty.random[1]) == 4
+    assert int(penalty.random[1]) == 3  # what ran outside of the graph had torch's noise
     assert not torch.equal(seen[0][0], seen[1][0])
     for _, slopes in seen:
         assert bool(slopes.isfinite().all())
