@@ -97,7 +97,8 @@ def training_step(
     penalty: nn.Module | None = None,
 ) -> Callable[[], None]:
     """Forward, backward and update, with a penalty on the loss if there is one."""
-    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9, fused=images.is_cuda)
+    learnt = [*model.parameters(), *(penalty.parameters() if penalty is not None else ())]
+    optimizer = torch.optim.SGD(learnt, 0.01, momentum=0.9, fused=images.is_cuda)
     forward = as_kernels(model) if compiled else model
     kind = getattr(torch, dtype)
 
