@@ -22,6 +22,7 @@ from modenorm.kernels import (
     channel_operators,
     choose_backend,
     mixing_node,
+    native_channels,
     native_node,
     operators,
     plain,
@@ -149,6 +150,8 @@ def normalize_channels(
                 from modenorm.kernels import fused_channels
 
                 return fused_channels.mode_group_norm(x, given)
+            if backend == "fused" and native_channels.fits(x, given):
+                return native_channels.mode_group_norm(x, given)
             if torch.compiler.is_compiling() and operators.available(x):
                 return channel_operators.mode_group_norm(x, given, gates_matter)
         mean, var, _, affine = _moments(x, backend, None, with_var=variance == "pixel")

@@ -2,8 +2,8 @@
    what is around it, the linear gate and the running estimates. The one file to compile: it
    includes all others. */
 
+#include "cpu_channels.c"
 #include "cpu_mixing.c"
-#include "cpu_passes.c"
 #include "gpu_launch.c"
 
 typedef struct {

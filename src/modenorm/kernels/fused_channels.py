@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modenorm import mixing
 from modenorm.kernels import plain
 from modenorm.kernels.channel_arrays import ChannelBackward, ChannelForward, Given
 from modenorm.kernels.channel_plan import channel_plan_for
@@ -41,7 +40,7 @@ class _ModeGroupNorm(torch.autograd.Function):
         *inputs, gates, kept = ctx.saved_tensors
         x, gate_weight, _, weight, bias = inputs
         if plain.only_plain(dy, dgates) or dy is None:
-            forward = partial(_plain_forward, eps=ctx.eps, pixel=ctx.pixel)
+            forward = partial(plain.mode_group_norm, eps=ctx.eps, pixel=ctx.pixel)
             found = plain.differentiate(forward, inputs, ctx.needs_input_grad, (dy, dgates))
             return (*found, None, None)
         plan, dy = ctx.plan, dense_like(dy, x)
@@ -56,17 +55,3 @@ class _ModeGroupNorm(torch.autograd.Function):
 
 
 _node = plain.node(_ModeGroupNorm)
-
-
-def _plain_forward(
-    x: Tensor,
-    gate_weight: Tensor,
-    gate_bias: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    pixel: bool,
-) -> tuple[Tensor, Tensor]:
-    mean, var = plain.moments(x, with_var=pixel)
-    scale, shift, gates = mixing.channel_modes(mean, var, gate_weight, gate_bias, weight, bias, eps)
-    return plain.apply(x, mean, scale, shift), gates

@@ -25,11 +25,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["SWITCH", "Native", "call", "call_at", "dense", "library", "takes"]
+__all__ = [
+    "SWITCH",
+    "Native",
+    "address",
+    "call",
+    "call_at",
+    "dense",
+    "floats",
+    "library",
+    "takes",
+]
 
 SWITCH = "MODENORM_CPU_KERNELS"  # 0: torch operators run instead
-NAMES = ("cpu_layer.c", "cpu_mixing.c", "cpu_passes.c", "gpu_launch.c", "cpu_common.h")
-SOURCES = tuple(Path(__file__).with_name(name) for name in NAMES)  # the first includes all
+NAMES = ("layer.c", "channels.c", "mixing.c", "passes.c", "common.h")
+SOURCES = tuple(  # the first includes all
+    Path(__file__).with_name(name) for name in (*(f"cpu_{name}" for name in NAMES), "gpu_launch.c")
+)
 FLAGS = ("-O3", "-ffp-contract=fast", "-fno-math-errno", "-fvisibility=hidden", "-shared", "-fPIC")
 TARGETS = (("-march=native",), ())  # the second for compilers that don't know the first
 COMPILERS = ("cc", "gcc", "clang")
@@ -111,13 +123,23 @@ def call(
     Inputs are made dense; outputs have to be, and those that come first in an order of their own.
     """
     arrays = (*first, *map(dense, inputs), *outputs)
-    call_at(name, [None if array is None else array.data_ptr() for array in arrays], numbers)
+    call_at(name, [*map(address, arrays)], numbers)
 
 
 def call_at(name: str, addresses: Sequence[int | None], numbers: Sequence[int | float]) -> None:
     """`call` with arrays at these addresses, as C expects them; who calls keeps them alive."""
     numbers = (*numbers, torch.get_num_threads())
     _function(name, len(addresses), tuple(map(type, numbers)))(*addresses, *numbers)
+
+
+def floats(shape: int | tuple[int, ...]) -> Tensor:
+    """Memory for numbers, uninitialised."""
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
+
+
+def address(array: Tensor | None) -> int | None:
+    """Where an array begins, for `call_at`."""
+    return None if array is None else array.data_ptr()
 
 
 def dense(array: Tensor | None) -> Tensor | None:

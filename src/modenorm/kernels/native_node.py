@@ -19,7 +19,7 @@ from modenorm.checks import Options
 from modenorm.kernels import plain, runs_native
 from modenorm.kernels.layout import as_dense, dense_like, is_channels_last
 from modenorm.kernels.mode_arrays import Found, beside_output
-from modenorm.kernels.native import call_at, dense
+from modenorm.kernels.native import address, call_at, dense, floats
 from modenorm.mixing import RunningEstimates
 
 __all__ = ["mode_norm"]
@@ -158,15 +158,15 @@ class _ModeNorm(torch.autograd.Function):
         gates_matter: bool,
         usage_matters: bool,
     ) -> tuple[Tensor, ...]:
-        y, kept, scratch = torch.empty_like(x), _floats(plan.kept), _floats(plan.scratch)
-        used = _floats(plan.gates_shape) if gates is None else gates
-        usage = _floats(plan.gates_shape[1]) if usage_matters else None
-        given = map(_address, (x, gate_weight, gate_bias, weight, bias, y))
-        moved = map(_address, _in_c_order(estimates))
+        y, kept, scratch = torch.empty_like(x), floats(plan.kept), floats(plan.scratch)
+        used = floats(plan.gates_shape) if gates is None else gates
+        usage = floats(plan.gates_shape[1]) if usage_matters else None
+        given = map(address, (x, gate_weight, gate_bias, weight, bias, y))
+        moved = map(address, _in_c_order(estimates))
         from_batch = int(plan.training or estimates is None)
         call_at(
             "forward",
-            (*given, *map(_address, (used, kept, scratch, usage)), *moved),
+            (*given, *map(address, (used, kept, scratch, usage)), *moved),
             (*plan.moves, from_batch, *plan.numbers),
         )
         ctx.save_for_backward(x, gates, gate_weight, gate_bias, weight, bias, used, kept)
@@ -189,29 +189,21 @@ class _ModeNorm(torch.autograd.Function):
         dx = torch.empty_like(x) if needed[0] else None
         gradients = [None if p is None else torch.empty_like(p) for p in parameters]
         dgates = None if gates is None else torch.empty_like(gates)
-        scratch = _floats(plan.backward_scratch)
+        scratch = floats(plan.backward_scratch)
         gate_weight, _, weight, bias = parameters
         free = scratch.data_ptr()
         of_dgates = free + 4 * plan.gates_in_scratch if dgates is None else dgates.data_ptr()
-        given = map(_address, (gate_weight, weight, bias, dused, dusage, dx))
-        found = map(_address, gradients)
+        given = map(address, (gate_weight, weight, bias, dused, dusage, dx))
+        found = map(address, gradients)
         call_at(
             "backward",
-            (*map(_address, (dy, x, used, kept)), *given, of_dgates, *found, free),
+            (*map(address, (dy, x, used, kept)), *given, of_dgates, *found, free),
             plan.numbers,
         )
         return dx, dgates, *gradients, *NO_GRADIENTS
 
 
 _node = plain.node(_ModeNorm)
-
-
-def _floats(shape: int | tuple[int, ...]) -> Tensor:
-    return torch.empty(shape, dtype=torch.float32, device="cpu")
-
-
-def _address(array: Tensor | None) -> int | None:
-    return None if array is None else array.data_ptr()
 
 
 def _in_c_order(estimates: RunningEstimates | None) -> tuple[Tensor | None, ...]:

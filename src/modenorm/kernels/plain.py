@@ -19,8 +19,8 @@ from modenorm.exchange import Ranks
 from modenorm.kernels.layout import statistics_dtype
 
 __all__ = [
-    "apply", "as_type", "differentiate", "empty_output", "masked_moments", "mode_norm", "moments",
-    "node", "only_plain",
+    "apply", "as_type", "differentiate", "empty_output", "masked_moments", "mode_group_norm",
+    "mode_norm", "moments", "node", "only_plain",
 ]  # fmt: skip
 
 
@@ -149,3 +149,18 @@ def mode_norm(
         batch = exchange.statistics(mean, var, gates * x.shape[2:].numel(), ranks)
     scale, shift = mixing.coefficients(batch.mean, batch.var, gates, mean, weight, bias, eps)
     return apply(x, mean, scale, shift), gates, gates.mean(0)
+
+
+def mode_group_norm(
+    x: Tensor,
+    gate_weight: Tensor,
+    gate_bias: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    pixel: bool,
+) -> tuple[Tensor, Tensor]:
+    """Y and the gates (N, C, K)."""
+    mean, var = moments(x, with_var=pixel)
+    scale, shift, gates = mixing.channel_modes(mean, var, gate_weight, gate_bias, weight, bias, eps)
+    return apply(x, mean, scale, shift), gates

@@ -1,0 +1,233 @@
+/* Mode group normalization of a float32 tensor on a CPU, one call each way; formulas in
+   docs/math.md. Letters: N samples, C channels, K modes. Every sample has modes of its own, so
+   almost all is sums over its channels, which are taken a few at a time and joined in float64. */
+
+#include "cpu_passes.c"
+
+enum { BAND = 32 }; /* channels */
+
+typedef struct {
+    const float *mean, *var; /* var NULL: variances are those of the means */
+    const float *gate_weight, *gate_bias, *weight, *bias, *gates, *mode_mean, *mode_var;
+    const float *dscale, *dshift, *dused;
+    float *out[5]; /* what the part writes */
+    i64 samples, channels, modes, positions;
+    float eps;
+} Channels;
+
+INLINE float over_deviation(float var, float eps) { return 1 / __builtin_sqrtf(var + eps); }
+
+/* The gates of some channels of a sample, (C, K): softmax over k of w m + b. */
+INLINE void band_gates(const Channels *call, const float *mean, float *gates, i64 width)
+{
+    i64 modes = call->modes;
+    for (i64 j = 0; j < width; j++) {
+        float *of = gates + j * modes, greatest = 0, total = 0;
+        for (i64 k = 0; k < modes; k++) {
+            of[k] = call->gate_weight[k] * mean[j] + call->gate_bias[k];
+            greatest = k && greatest > of[k] ? greatest : of[k];
+        }
+        for (i64 k = 0; k < modes; k++) {
+            of[k] = __builtin_expf(of[k] - greatest);
+            total += of[k];
+        }
+        for (i64 k = 0; k < modes; k++)
+            of[k] /= total;
+    }
+}
+
+/* out: gates (N, C, K), μ and σ² (N, K), scale and shift (N, C) */
+static void sample_channel_modes(const void *data, i64 n)
+{
+    const Channels *call = data;
+    i64 channels = call->channels, modes = call->modes;
+    const float *mean = call->mean + n * channels;
+    const float *var = call->var ? call->var + n * channels : 0;
+    float *gates = call->out[0] + n * channels * modes;
+    float *mode_mean = call->out[1] + n * modes, *mode_var = call->out[2] + n * modes;
+    float *scale = call->out[3] + n * channels, *shift = call->out[4] + n * channels, over = 0;
+    for (i64 first = 0; first < channels; first += BAND)
+        band_gates(call, mean + first, gates + first * modes, least(BAND, channels - first));
+    double mass[modes], total[modes];
+    float inverse[modes];
+    for (i64 k = 0; k < modes; k++)
+        mass[k] = total[k] = 0;
+    for (i64 c = 0; c < channels; c++)
+        for (i64 k = 0; k < modes; k++) {
+            mass[k] += gates[c * modes + k];
+            total[k] += (double)gates[c * modes + k] * mean[c];
+        }
+    for (i64 k = 0; k < modes; k++) {
+        mode_mean[k] = (float)(total[k] / mass[k]);
+        total[k] = 0;
+    }
+    for (i64 c = 0; c < channels; c++) {
+        float q = var ? var[c] : 0;
+        for (i64 k = 0; k < modes; k++) {
+            float apart = mean[c] - mode_mean[k];
+            total[k] += (double)gates[c * modes + k] * (apart * apart + q);
+        }
+    }
+    for (i64 k = 0; k < modes; k++) {
+        mode_var[k] = (float)(total[k] / mass[k]);
+        inverse[k] = over_deviation(mode_var[k], call->eps) / (float)modes;
+        over += inverse[k];
+    }
+    for (i64 c = 0; c < channels; c++) {
+        float weight = call->weight ? call->weight[c] : 1, moved = 0;
+        for (i64 k = 0; k < modes; k++)
+            moved += inverse[k] * (mean[c] - mode_mean[k]);
+        scale[c] = weight * over;
+        shift[c] = weight * moved + (call->bias ? call->bias[c] : 0);
+    }
+}
+
+/* out: offset and slope of dx (N, C), a sample's part of the gradients of the gate (N, 2, K) */
+static void sample_channel_gradients(const void *data, i64 n)
+{
+    const Channels *call = data;
+    i64 channels = call->channels, modes = call->modes;
+    const float *mean = call->mean + n * channels;
+    const float *var = call->var ? call->var + n * channels : 0;
+    const float *gates = call->gates + n * channels * modes;
+    const float *mode_mean = call->mode_mean + n * modes, *mode_var = call->mode_var + n * modes;
+    const float *a = call->dscale + n * channels, *d = call->dshift + n * channels;
+    const float *dused = call->dused ? call->dused + n * channels * modes : 0;
+    float *offset = call->out[0] + n * channels, *slope = call->out[1] + n * channels;
+    float *dweight = call->out[2] + 2 * n * modes, *dbias = dweight + modes;
+    float u[modes], s[modes], share = 1 / (float)call->positions;
+    double e = 0, mass[modes], t[modes], of_weight[modes], of_bias[modes];
+    for (i64 k = 0; k < modes; k++)
+        mass[k] = t[k] = of_weight[k] = of_bias[k] = 0;
+    for (i64 c = 0; c < channels; c++) {
+        float weight = call->weight ? call->weight[c] : 1;
+        e += weight * d[c];
+        for (i64 k = 0; k < modes; k++) {
+            mass[k] += gates[c * modes + k];
+            t[k] += weight * (a[c] + d[c] * (mean[c] - mode_mean[k]));
+        }
+    }
+    for (i64 k = 0; k < modes; k++) {
+        double inverse = over_deviation(mode_var[k], call->eps), divisor = mass[k] * (double)modes;
+        u[k] = (float)(-inverse * e / divisor);
+        s[k] = (float)(-0.5 * inverse * inverse * inverse * t[k] / divisor);
+    }
+    for (i64 c = 0; c < channels; c++) {
+        const float *of = gates + c * modes;
+        float dgates[modes], dmean = 0, dvar = 0, along = 0, q = var ? var[c] : 0;
+        i64 greatest = 0;
+        for (i64 k = 0; k < modes; k++) {
+            float apart = mean[c] - mode_mean[k];
+            dgates[k] = u[k] * apart + s[k] * (q + apart * apart - mode_var[k]);
+            dgates[k] += dused ? dused[c * modes + k] : 0;
+            dmean += of[k] * (u[k] + 2 * s[k] * apart);
+            dvar += of[k] * s[k];
+            greatest = of[k] > of[greatest] ? k : greatest;
+        }
+        /* gates sum to 1: only differences count, and digits are kept where one gate is near 1 */
+        float origin = dgates[greatest];
+        for (i64 k = 0; k < modes; k++)
+            along += of[k] * (dgates[k] - origin);
+        for (i64 k = 0; k < modes; k++) {
+            float dlogit = of[k] * (dgates[k] - origin - along);
+            dmean += dlogit * call->gate_weight[k];
+            of_weight[k] += (double)dlogit * mean[c];
+            of_bias[k] += dlogit;
+        }
+        offset[c] = dmean * share;
+        slope[c] = var ? 2 * dvar * share : 0;
+    }
+    for (i64 k = 0; k < modes; k++) {
+        dweight[k] = (float)of_weight[k];
+        dbias[k] = (float)of_bias[k];
+    }
+}
+
+/* out: gradients of weight and bias (C), or NULL */
+static void band_parameters(const void *data, i64 band)
+{
+    const Channels *call = data;
+    i64 first = band * BAND, width = least(BAND, call->channels - first), modes = call->modes;
+    double dweight[BAND] = {0}, dbias[BAND] = {0};
+    for (i64 n = 0; n < call->samples; n++) {
+        i64 at = n * call->channels + first;
+        const float *mean = call->mean + at, *a = call->dscale + at, *d = call->dshift + at;
+        for (i64 j = 0; j < width; j++)
+            dbias[j] += d[j];
+        for (i64 k = 0; call->out[0] && k < modes; k++) {
+            float middle = call->mode_mean[n * modes + k];
+            float inverse = over_deviation(call->mode_var[n * modes + k], call->eps);
+            for (i64 j = 0; j < width; j++)
+                dweight[j] += inverse * (a[j] + d[j] * (mean[j] - middle));
+        }
+    }
+    for (i64 j = 0; call->out[0] && j < width; j++)
+        call->out[0][first + j] = (float)(dweight[j] / (double)modes);
+    for (i64 j = 0; call->out[1] && j < width; j++)
+        call->out[1][first + j] = (float)dbias[j];
+}
+
+/* ---- What Python calls ---- */
+
+#define SIZES                                                                                      \
+    float eps, i64 pixel, i64 samples, i64 channels, i64 modes, i64 positions, i64 last,           \
+        i64 threads
+#define GIVEN                                                                                      \
+    .samples = samples, .channels = channels, .modes = modes, .positions = positions, .eps = eps
+
+/* kept: mean, scale (N, C), μ, σ² (N, K), and var (N, C) if pixel. scratch: (N, C). */
+EXPORT void modenorm_channels_forward(const float *x, const float *gate_weight,
+                                      const float *gate_bias, const float *weight,
+                                      const float *bias, float *y, float *gates, float *kept,
+                                      float *scratch, SIZES)
+{
+    i64 rows = samples * channels, of_modes = samples * modes;
+    float *mean = kept, *scale = kept + rows, *mode_mean = scale + rows;
+    float *mode_var = mode_mean + of_modes, *var = pixel ? mode_var + of_modes : 0;
+    modenorm_moments(x, mean, var, samples, channels, positions, last, threads);
+    Channels call = {.mean = mean, .var = var, .gate_weight = gate_weight, .gate_bias = gate_bias,
+                     .weight = weight, .bias = bias,
+                     .out = {gates, mode_mean, mode_var, scale, scratch}, GIVEN};
+    each(sample_channel_modes, &call, samples, 4 * modes * channels, threads);
+    modenorm_apply(x, mean, scale, scratch, y, samples, channels, positions, last, threads);
+}
+
+/* kept: as forward left it. dused: the gradient of the gates as an output, or NULL. dgate: of the
+   gate's weight and bias (2, K). dx, dweight, dbias may be NULL. scratch: 4 (N, C), (N, 2, K). */
+EXPORT void modenorm_channels_backward(const float *dy, const float *x, const float *gates,
+                                       const float *kept, const float *gate_weight,
+                                       const float *weight, const float *dused, float *dx,
+                                       float *dgate, float *dweight, float *dbias, float *scratch,
+                                       SIZES)
+{
+    i64 rows = samples * channels, of_modes = samples * modes;
+    const float *mean = kept, *scale = kept + rows, *mode_mean = scale + rows;
+    const float *mode_var = mode_mean + of_modes, *var = pixel ? mode_var + of_modes : 0;
+    float *dscale = scratch, *dshift = scratch + rows, *offset = scratch + 2 * rows;
+    float *slope = scratch + 3 * rows, *parts = scratch + 4 * rows;
+    modenorm_reduce_backward(dy, x, mean, dshift, dscale, samples, channels, positions, last,
+                             threads);
+    Channels call = {.mean = mean, .var = var, .gate_weight = gate_weight, .weight = weight,
+                     .gates = gates, .mode_mean = mode_mean, .mode_var = mode_var,
+                     .dscale = dscale, .dshift = dshift, .dused = dused,
+                     .out = {offset, slope, parts}, GIVEN};
+    each(sample_channel_gradients, &call, samples, 4 * modes * channels, threads);
+    for (i64 k = 0; k < 2 * modes; k++) {
+        double total = 0;
+        for (i64 n = 0; n < samples; n++)
+            total += parts[2 * n * modes + k];
+        dgate[k] = (float)total;
+    }
+    call.out[0] = dweight, call.out[1] = dbias;
+    if (dweight || dbias)
+        each(band_parameters, &call, (channels + BAND - 1) / BAND, samples * modes * BAND,
+             threads);
+    if (dx && var)
+        modenorm_apply_backward(dy, x, mean, scale, slope, offset, dx, samples, channels,
+                                positions, last, threads);
+    else if (dx) /* the slope is zero, and x need not be read */
+        modenorm_apply(dy, slope, scale, offset, dx, samples, channels, positions, last, threads);
+}
+
+#undef SIZES
+#undef GIVEN
