@@ -126,6 +126,12 @@ def test_sparsity_command(tmp_path, monkeypatch):
     assert "lenet, N=128, 32², float32, MN K=8 | switch |" in table
 
 
+def test_a_line_without_its_fields_is_told_of(tmp_path):
+    (tmp_path / "layer.jsonl").write_text('{"shape": "1x2x3x4", "norm": "bn"}\n')
+    with pytest.raises(ValueError, match=r"layer\.jsonl has a line without 'layout'"):
+        with_tables("<!-- table layer layer.jsonl --><!-- end -->", tmp_path)
+
+
 def test_train_command_refuses(tmp_path):
     for arguments, message in (
         (["--model", "alexnet"], "unknown model 'alexnet': expected lenet"),

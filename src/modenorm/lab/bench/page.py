@@ -50,7 +50,13 @@ def with_tables(text: str, results: Path) -> str:
     def rebuild(match: re.Match[str]) -> str:
         name, file = match["name"], match["file"]
         rows = read_objects(results / file)
-        table = TABLES[name](rows).markdown() if rows else "_not measured yet_"
+        try:
+            table = TABLES[name](rows).markdown() if rows else "_not measured yet_"
+        except KeyError as error:
+            raise ValueError(
+                f"{results / file} has a line without {error}, so it is of another benchmark or an "
+                f"earlier version; measure it again, or delete that line"
+            ) from None
         return f"<!-- table {name} {file} -->\n\n{table}\n\n<!-- end -->"
 
     pattern = r"<!-- table (?P<name>\w+) (?P<file>[\w.]+) -->.*?<!-- end -->"
