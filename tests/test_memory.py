@@ -82,3 +82,18 @@ class LargeAllocations(torch.utils._python_dispatch.TorchDispatchMode):
         if isinstance(result, torch.Tensor) and result.numel() >= SIZE // 4:
             self.count += 1
         return result
+
+
+@pytest.mark.parametrize("kind", ["ModeNorm2d", "per_mode_affine", "ModeGroupNorm"])
+def test_saved_tensors_may_come_back_in_another_order(kind):
+    """As from `save_on_cpu` with pinned memory, which keeps no memory format."""
+    layer = make(2, kind)
+    x = torch.randn(SHAPE).to(memory_format=torch.channels_last)
+    dy, found = torch.randn(SHAPE), []
+    for unpack in (lambda tensor: tensor, torch.Tensor.contiguous):
+        leaf = x.clone().requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
+            y = layer(leaf)
+        found.append(torch.autograd.grad(y, [leaf, *layer.parameters()], dy))
+    for kept, moved in zip(*found, strict=True):
+        assert torch.equal(kept, moved)

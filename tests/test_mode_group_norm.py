@@ -154,3 +154,23 @@ def test_gates_learn():
     layer, x = make_layer(6, 2, "pooled"), torch.randn(4, 6, 5, 3).double()
     _, gradients = run(layer, x, torch.randn_like(x))
     assert gradients["gate_weight"].abs().min() > 1e-3
+
+
+@VARIANCES
+@pytest.mark.parametrize("offset", [12.0, 3e3])
+def test_a_mode_that_no_channel_belongs_to(offset, variance, backend):
+    """Its gates are zero in float32; the weights of its channels, gates over their sum, are not."""
+    layer = modenorm.ModeGroupNorm(16, 2, variance=variance)
+    with torch.no_grad():
+        layer.gate_weight.copy_(torch.tensor([60.0, -60.0]) / offset)
+        layer.gate_bias.zero_()
+    x, upstream = torch.randn(4, 16, 3, 3) + offset, torch.randn(4, 16, 3, 3)
+    assert not torch.softmax(x.mean((2, 3))[..., None] * layer.gate_weight, -1)[..., 1].any()
+    y, gradients = run(layer, x, upstream)
+    expected_y, expected = run(layer, x, upstream, with_reference=True)
+    assert_close(y, expected_y, 1e-3)  # logits of 60 have five digits after the point
+    for name, gradient in gradients.items():
+        if "gate" in name:  # sums whose parts cancel
+            assert bool(gradient.isfinite().all())
+        else:
+            assert_close(gradient, expected[name], 1e-3, name)

@@ -119,3 +119,15 @@ def test_without_running_stats_eval_uses_the_batch(backend):
     x = torch.randn(4, 3, 2, 2).double()
     assert torch.equal(layer.train()(x), layer.eval()(x))
     assert list(layer.buffers()) == []
+
+
+def test_an_average_without_its_counter_is_refused():
+    """As in a layer whose way to update was changed after it was made."""
+    layer, x = modenorm.ModeNorm2d(3), torch.randn(4, 3, 2, 2)
+    layer.running_update = "usage"
+    layer(x)
+    with pytest.raises(ValueError, match="needs running_share"):
+        modenorm.recalibrate(layer, [x])
+    layer.momentum = None
+    with pytest.raises(ValueError, match="needs running_share"):
+        layer(x)

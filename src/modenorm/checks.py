@@ -108,7 +108,10 @@ def check_options(options: Options, estimates: RunningEstimates | None = None) -
         usage = options.running_update == "usage"
         if (estimates.share if usage else estimates.num_batches_tracked) is None:
             name = "running_share" if usage else "num_batches_tracked"
-            raise ValueError(f"momentum=None averages over batches and needs {name}")
+            raise ValueError(
+                f"momentum=None averages over batches and needs {name}, which a layer has if it "
+                f"was made with running_update={options.running_update!r}"
+            )
 
 
 def masked(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

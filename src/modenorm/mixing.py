@@ -123,8 +123,8 @@ def channel_modes(
 
     With var, σ²_k is taken over all values of the channels; without, over their averages.
     """
-    gates = torch.softmax(mean[..., None] * gate_weight + gate_bias, dim=-1)  # (N, C, K)
-    weights = gates / gates.sum(1, keepdim=True)
+    logs = torch.log_softmax(mean[..., None] * gate_weight + gate_bias, dim=-1)  # (N, C, K)
+    weights = torch.softmax(logs, dim=1)  # gates over their sum, which may be too small a number
     mode_mean = (weights * mean[..., None]).sum(1)  # (N, K)
     square = (mean[..., None] - mode_mean[:, None]) ** 2  # (N, C, K)
     if var is not None:
@@ -136,7 +136,7 @@ def channel_modes(
         scale, shift = scale * weight, shift * weight
     if bias is not None:
         shift = shift + bias
-    return scale, shift, gates
+    return scale, shift, logs.exp()
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from modenorm import exchange, mixing, reference
 from modenorm.buffers import recomputing
-from modenorm.checks import Options, check_input, masked
+from modenorm.checks import Options, check_input, check_options, masked
 from modenorm.gates import Gate, LinearGate, features_for
 from modenorm.kernels import (
     channel_arrays,
@@ -70,6 +70,8 @@ def normalize_modes(
     None; without samples there is no usage.
     """
     check_input(x)
+    if options.momentum is None:
+        check_options(options, estimates)
     dtype = statistics_dtype(x)
     weight, bias = _cast(dtype, weight), _cast(dtype, bias)
     x, mask = (x, None) if mask is None else masked(x, mask)

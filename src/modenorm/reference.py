@@ -125,13 +125,13 @@ def mode_group_norm(
     for n in range(num_samples):
         values = x[n].reshape(num_channels, -1)
         pooled = values.mean(1)  # one number per channel
-        gates = torch.softmax(pooled[:, None] * gate_weight + gate_bias, dim=1)  # (C, K)
+        logs = torch.log_softmax(pooled[:, None] * gate_weight + gate_bias, dim=1)  # (C, K)
         second_moments = pooled**2 if variance == "pooled" else (values**2).mean(1)
         y = torch.zeros_like(x[n])
         for k in range(num_modes):
-            c_k = gates[:, k].sum()
-            mean = (gates[:, k] * pooled).sum() / c_k
-            second = (gates[:, k] * second_moments).sum() / c_k
+            weights = torch.softmax(logs[:, k], dim=0)  # g_ck / C_k, also where C_k vanishes
+            mean = (weights * pooled).sum()
+            second = (weights * second_moments).sum()
             y = y + (x[n] - mean) / torch.sqrt(second - mean**2 + eps)
         y = y / num_modes
         if weight is not None:

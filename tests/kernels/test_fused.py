@@ -374,3 +374,36 @@ def test_plain_operators_where_triton_refuses(device, monkeypatch):
             assert kernels._triton_works(-1)  # the interpreter is not put to the test
     finally:
         kernels._triton_works.cache_clear()
+
+
+@pytest.mark.parametrize("kind", ["modes", "channels"])
+def test_saved_tensors_may_come_back_in_another_order(device, kind):
+    layer = layer_for((4, 6, 5, 3), 2, device)
+    if kind == "channels":
+        layer = modenorm.ModeGroupNorm(6, 2, variance="pixel").to(device)
+    x, dy = (tensor((4, 6, 5, 3), device, torch.float32, True) for _ in range(2))
+    found = []
+    for unpack in (lambda saved: saved, torch.Tensor.contiguous):
+        leaf = x.clone().requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, unpack):
+            y = layer(leaf)
+        found.append(torch.autograd.grad(y, [leaf, *layer.parameters()], dy))
+    for kept, moved in zip(*found, strict=True):
+        assert torch.equal(kept, moved)
+
+
+@pytest.mark.parametrize("variance", ["pooled", "pixel"])
+def test_a_mode_that_no_channel_belongs_to(device, variance):
+    """Its gates are zero in float32, its weights are not."""
+    layer = modenorm.ModeGroupNorm(20, 3, variance=variance).to(device)
+    with torch.no_grad():
+        layer.gate_weight.copy_(torch.tensor([5.0, -5.0, 0.1]))
+    x, dy = (tensor((3, 20, 4, 4), device, torch.float32, False, mean) for mean in (15.0, 0.0))
+    assert not torch.softmax(x.mean((2, 3))[..., None] * layer.gate_weight, -1)[..., 1].any()
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        twin, leaf = copy.deepcopy(layer).to(dtype), x.to(dtype).requires_grad_()
+        y = twin(leaf)
+        found.append([y, *torch.autograd.grad(y, [leaf, *twin.parameters()], dy.to(dtype))])
+    for ours, wanted in zip(*found, strict=True):
+        assert_close(ours, wanted, 2e-3, "", floor=1e-5)

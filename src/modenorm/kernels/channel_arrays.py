@@ -56,8 +56,8 @@ class ChannelBackward(NamedTuple):
     dy: Any
     x: Any
     gate_weight: Any
+    gate_bias: Any
     weight: Any
-    gates: Any
     dgates: Any
     kept: Any  # a slab
     scratch: Any  # a slab

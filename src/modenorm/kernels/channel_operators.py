@@ -41,7 +41,7 @@ class _Map(torch.autograd.Function):
         lines: Tensor,
         gates_matter: bool,
     ) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(x, gate_weight, gate_bias, weight, bias, gates, kept)
+        ctx.save_for_backward(x, gate_weight, gate_bias, weight, bias, kept)
         ctx.eps, ctx.pixel = eps, pixel
         mean, *_ = channel_kept_slab(gates.shape, pixel).tensors(kept)
         y = plain.apply(x, mean, *channel_forward_slab(*x.shape[:2]).tensors(lines))
@@ -49,16 +49,16 @@ class _Map(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, dused: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        x, *parameters, gates, kept = ctx.saved_tensors
-        lines, dgate, dweight, dbias = gradients(
-            dy, dused, x, *parameters, gates, kept, ctx.eps, ctx.pixel
-        )
-        slab = channel_backward_slab(gates.shape, ctx.pixel)
+        x, *parameters, kept = ctx.saved_tensors
+        given = (x, *parameters, kept, ctx.eps, ctx.pixel)
+        lines, dgate, dweight, dbias = gradients(dy, dused, *given)
+        shape = (*x.shape[:2], *parameters[0].shape)
+        slab = channel_backward_slab(shape, ctx.pixel)
         _, _, scale, offset, slope, _ = slab.tensors(lines)
         along = x.shape[:2] + (1,) * (x.ndim - 2)
         dx = dy * scale.view(along) + offset.view(along)
         if ctx.pixel:
-            mean, *_ = channel_kept_slab(gates.shape, ctx.pixel).tensors(kept)
+            mean, *_ = channel_kept_slab(shape, ctx.pixel).tensors(kept)
             dx = dx + (x - mean.view(along)) * slope.view(along)
         _, _, weight, bias = parameters
         found = (None if weight is None else dweight, None if bias is None else dbias)
@@ -72,7 +72,7 @@ _LIBRARY.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _LIBRARY.define(
-    f"channel_gradients(Tensor dy, Tensor? dgates, Tensor x, {_GIVEN}, Tensor gates, Tensor kept, "
+    f"channel_gradients(Tensor dy, Tensor? dgates, Tensor x, {_GIVEN}, Tensor kept, "
     "float eps, bool pixel) -> (Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -102,7 +102,6 @@ def _gradients(
     gate_bias: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    gates: Tensor,
     kept: Tensor,
     eps: float,
     pixel: bool,
@@ -113,13 +112,13 @@ def _gradients(
     x = as_dense(x)
     inputs = Given(gate_weight, gate_bias, weight, bias, eps, pixel).contiguous()
     dgates = None if dgates is None else dgates.contiguous()
-    plan = channel_plan_for(x, inputs, (gates, kept, dgates))
+    plan = channel_plan_for(x, inputs, (kept, dgates))
     dgate, *found = _empty_gradients(x, gate_weight, weight, bias)
     dweight, dbias = (None if p is None else d for p, d in zip((weight, bias), found, strict=True))
     lines = plan.backward.allocate(x.device)
     arrays = ChannelBackward(
-        dense_like(dy, x), x, inputs.gate_weight, inputs.weight, gates, dgates, kept, lines,
-        None, dgate, dweight, dbias,
+        dense_like(dy, x), x, *inputs[:3], dgates, kept, lines, None,
+        dgate, dweight, dbias,
     )  # fmt: skip
     plan.run_mix_backward[dgates is None](arrays)
     return lines, dgate, *found
@@ -138,8 +137,9 @@ def _(x: Tensor, gate_weight: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tens
 def _(
     dy: Tensor, dgates: Tensor | None, x: Tensor, gate_weight: Tensor, *given: Any
 ) -> tuple[Tensor, ...]:
-    _, weight, bias, gates, _, _, pixel = given
-    lines = channel_backward_slab(gates.shape, pixel).allocate(x.device)
+    _, weight, bias, _, _, pixel = given
+    shape = (x.shape[0], x.shape[1], gate_weight.shape[0])
+    lines = channel_backward_slab(shape, pixel).allocate(x.device)
     return lines, *_empty_gradients(x, gate_weight, weight, bias)
 
 

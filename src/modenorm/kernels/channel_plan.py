@@ -51,7 +51,7 @@ class ChannelPlan:
 
     def _coefficients(self, stream: Stream, split: Split, arrays: ChannelForward) -> None:
         x, gate_weight, gate_bias, weight, bias, gates, kept, scratch, _ = arrays
-        mean, var, mode_mean, mode_var = split(self.kept, kept)
+        mean, var, *of_modes = split(self.kept, kept)
         scale, shift = split(self.forward, scratch)
         if self.pixel:
             self.passes.moments(stream, x, mean, var)
@@ -59,23 +59,22 @@ class ChannelPlan:
             self.passes.mean(stream, x, mean, scale)  # which is written over afterwards
         affine = (pointer(weight, mean), pointer(bias, mean))
         self.mixing.forward(
-            stream, mean, var, gate_weight, gate_bias, *affine, scale, shift, gates,
-            mode_mean, mode_var,
-        )  # fmt: skip
+            stream, mean, var, gate_weight, gate_bias, *affine, scale, shift, gates, *of_modes
+        )
 
     def _apply(self, stream: Stream, split: Split, arrays: ChannelForward) -> None:
         mean, *_ = split(self.kept, arrays.kept)
         self.passes.apply(stream, arrays.x, mean, *split(self.forward, arrays.scratch), arrays.y)
 
     def _samples_backward(self, stream: Stream, split: Split, arrays: ChannelBackward) -> None:
-        dy, x, gate_weight, weight, gates, dgates, kept, scratch, *_ = arrays
-        mean, var, mode_mean, mode_var = split(self.kept, kept)
+        dy, x, gate_weight, gate_bias, weight, dgates, kept, scratch, *_ = arrays
+        mean, var, *of_modes = split(self.kept, kept)
         a, d, scale, offset, slope, dgate_parts = split(self.backward, scratch)
         self.passes.reduce_backward(stream, dy, x, mean, d, a)
         mix = self.mixing.backward if dgates is None else self.mixing.backward_extra
         mix(
-            stream, mean, var, gates, mode_mean, mode_var, gate_weight, pointer(weight, mean),
-            pointer(dgates, gates), a, d, scale, slope, offset, dgate_parts,
+            stream, mean, var, *of_modes, gate_weight, gate_bias, pointer(weight, mean),
+            pointer(dgates, mean), a, d, scale, slope, offset, dgate_parts,
         )  # fmt: skip
 
     def _apply_backward(self, stream: Stream, split: Split, arrays: ChannelBackward) -> None:
@@ -86,7 +85,7 @@ class ChannelPlan:
         launch(stream, arrays.dy, arrays.x, mean, scale, slope, offset, arrays.dx)
 
     def _parameters_backward(self, stream: Stream, split: Split, arrays: ChannelBackward) -> None:
-        mean, _, mode_mean, mode_var = split(self.kept, arrays.kept)
+        mean, _, mode_mean, mode_var, _ = split(self.kept, arrays.kept)
         a, d, *_, dgate_parts = split(self.backward, arrays.scratch)
         found = (pointer(gradient, mean) for gradient in (arrays.dweight, arrays.dbias))
         self.mixing.parameters(

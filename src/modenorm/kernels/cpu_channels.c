@@ -8,35 +8,32 @@ enum { BAND = 32 }; /* channels */
 
 typedef struct {
     const float *mean, *var; /* var NULL: variances are those of the means */
-    const float *gate_weight, *gate_bias, *weight, *bias, *gates, *mode_mean, *mode_var;
+    const float *gate_weight, *gate_bias, *weight, *bias, *mode_mean, *mode_var, *log_mass;
     const float *dscale, *dshift, *dused;
-    float *out[5]; /* what the part writes */
+    float *out[6]; /* what the part writes */
     i64 samples, channels, modes, positions;
     float eps;
 } Channels;
 
 INLINE float over_deviation(float var, float eps) { return 1 / __builtin_sqrtf(var + eps); }
 
-/* The gates of some channels of a sample, (C, K): softmax over k of w m + b. */
-INLINE void band_gates(const Channels *call, const float *mean, float *gates, i64 width)
+/* The logarithms of a channel's gates, softmax over k of w m + b. */
+INLINE void log_gates(const Channels *call, float mean, float *logs)
 {
-    i64 modes = call->modes;
-    for (i64 j = 0; j < width; j++) {
-        float *of = gates + j * modes, greatest = 0, total = 0;
-        for (i64 k = 0; k < modes; k++) {
-            of[k] = call->gate_weight[k] * mean[j] + call->gate_bias[k];
-            greatest = k && greatest > of[k] ? greatest : of[k];
-        }
-        for (i64 k = 0; k < modes; k++) {
-            of[k] = __builtin_expf(of[k] - greatest);
-            total += of[k];
-        }
-        for (i64 k = 0; k < modes; k++)
-            of[k] /= total;
+    float greatest = 0, total = 0;
+    for (i64 k = 0; k < call->modes; k++) {
+        logs[k] = call->gate_weight[k] * mean + call->gate_bias[k];
+        greatest = k && greatest > logs[k] ? greatest : logs[k];
     }
+    for (i64 k = 0; k < call->modes; k++)
+        total += __builtin_expf(logs[k] - greatest);
+    total = __builtin_logf(total);
+    for (i64 k = 0; k < call->modes; k++)
+        logs[k] = logs[k] - greatest - total;
 }
 
-/* out: gates (N, C, K), μ and σ² (N, K), scale and shift (N, C) */
+/* out: gates (N, C, K); μ, σ² and log C (N, K); scale and shift (N, C). Gates are first taken
+   relative to a mode's largest one: all of them together may be too small a number. */
 static void sample_channel_modes(const void *data, i64 n)
 {
     const Channels *call = data;
@@ -45,20 +42,30 @@ static void sample_channel_modes(const void *data, i64 n)
     const float *var = call->var ? call->var + n * channels : 0;
     float *gates = call->out[0] + n * channels * modes;
     float *mode_mean = call->out[1] + n * modes, *mode_var = call->out[2] + n * modes;
-    float *scale = call->out[3] + n * channels, *shift = call->out[4] + n * channels, over = 0;
-    for (i64 first = 0; first < channels; first += BAND)
-        band_gates(call, mean + first, gates + first * modes, least(BAND, channels - first));
+    float *log_mass = call->out[3] + n * modes;
+    float *scale = call->out[4] + n * channels, *shift = call->out[5] + n * channels, over = 0;
     double mass[modes], total[modes];
-    float inverse[modes];
-    for (i64 k = 0; k < modes; k++)
+    float inverse[modes], highest[modes];
+    for (i64 k = 0; k < modes; k++) {
         mass[k] = total[k] = 0;
+        highest[k] = -__builtin_inff();
+    }
+    for (i64 c = 0; c < channels; c++) {
+        log_gates(call, mean[c], gates + c * modes);
+        for (i64 k = 0; k < modes; k++)
+            highest[k] = gates[c * modes + k] > highest[k] ? gates[c * modes + k] : highest[k];
+    }
     for (i64 c = 0; c < channels; c++)
         for (i64 k = 0; k < modes; k++) {
-            mass[k] += gates[c * modes + k];
-            total[k] += (double)gates[c * modes + k] * mean[c];
+            float part = __builtin_expf(gates[c * modes + k] - highest[k]);
+            gates[c * modes + k] = part;
+            mass[k] += part;
+            total[k] += (double)part * mean[c];
         }
     for (i64 k = 0; k < modes; k++) {
         mode_mean[k] = (float)(total[k] / mass[k]);
+        log_mass[k] = highest[k] + (float)__builtin_log(mass[k]);
+        highest[k] = __builtin_expf(highest[k]);
         total[k] = 0;
     }
     for (i64 c = 0; c < channels; c++) {
@@ -66,6 +73,7 @@ static void sample_channel_modes(const void *data, i64 n)
         for (i64 k = 0; k < modes; k++) {
             float apart = mean[c] - mode_mean[k];
             total[k] += (double)gates[c * modes + k] * (apart * apart + q);
+            gates[c * modes + k] *= highest[k];
         }
     }
     for (i64 k = 0; k < modes; k++) {
@@ -89,47 +97,42 @@ static void sample_channel_gradients(const void *data, i64 n)
     i64 channels = call->channels, modes = call->modes;
     const float *mean = call->mean + n * channels;
     const float *var = call->var ? call->var + n * channels : 0;
-    const float *gates = call->gates + n * channels * modes;
     const float *mode_mean = call->mode_mean + n * modes, *mode_var = call->mode_var + n * modes;
+    const float *log_mass = call->log_mass + n * modes;
     const float *a = call->dscale + n * channels, *d = call->dshift + n * channels;
     const float *dused = call->dused ? call->dused + n * channels * modes : 0;
     float *offset = call->out[0] + n * channels, *slope = call->out[1] + n * channels;
     float *dweight = call->out[2] + 2 * n * modes, *dbias = dweight + modes;
     float u[modes], s[modes], share = 1 / (float)call->positions;
-    double e = 0, mass[modes], t[modes], of_weight[modes], of_bias[modes];
+    double e = 0, t[modes], of_weight[modes], of_bias[modes];
     for (i64 k = 0; k < modes; k++)
-        mass[k] = t[k] = of_weight[k] = of_bias[k] = 0;
+        t[k] = of_weight[k] = of_bias[k] = 0;
     for (i64 c = 0; c < channels; c++) {
         float weight = call->weight ? call->weight[c] : 1;
         e += weight * d[c];
-        for (i64 k = 0; k < modes; k++) {
-            mass[k] += gates[c * modes + k];
+        for (i64 k = 0; k < modes; k++)
             t[k] += weight * (a[c] + d[c] * (mean[c] - mode_mean[k]));
-        }
     }
     for (i64 k = 0; k < modes; k++) {
-        double inverse = over_deviation(mode_var[k], call->eps), divisor = mass[k] * (double)modes;
-        u[k] = (float)(-inverse * e / divisor);
-        s[k] = (float)(-0.5 * inverse * inverse * inverse * t[k] / divisor);
+        double inverse = over_deviation(mode_var[k], call->eps);
+        u[k] = (float)(-inverse * e / (double)modes);
+        s[k] = (float)(-0.5 * inverse * inverse * inverse * t[k] / (double)modes);
     }
     for (i64 c = 0; c < channels; c++) {
-        const float *of = gates + c * modes;
-        float dgates[modes], dmean = 0, dvar = 0, along = 0, q = var ? var[c] : 0;
-        i64 greatest = 0;
+        float gates[modes], dlogs[modes], dmean = 0, dvar = 0, along = 0, q = var ? var[c] : 0;
+        log_gates(call, mean[c], gates);
         for (i64 k = 0; k < modes; k++) {
             float apart = mean[c] - mode_mean[k];
-            dgates[k] = u[k] * apart + s[k] * (q + apart * apart - mode_var[k]);
-            dgates[k] += dused ? dused[c * modes + k] : 0;
-            dmean += of[k] * (u[k] + 2 * s[k] * apart);
-            dvar += of[k] * s[k];
-            greatest = of[k] > of[greatest] ? k : greatest;
+            float weight = __builtin_expf(gates[k] - log_mass[k]);
+            gates[k] = __builtin_expf(gates[k]);
+            dlogs[k] = weight * (u[k] * apart + s[k] * (q + apart * apart - mode_var[k]));
+            dlogs[k] += dused ? gates[k] * dused[c * modes + k] : 0;
+            dmean += weight * (u[k] + 2 * s[k] * apart);
+            dvar += weight * s[k];
+            along += dlogs[k];
         }
-        /* gates sum to 1: only differences count, and digits are kept where one gate is near 1 */
-        float origin = dgates[greatest];
-        for (i64 k = 0; k < modes; k++)
-            along += of[k] * (dgates[k] - origin);
         for (i64 k = 0; k < modes; k++) {
-            float dlogit = of[k] * (dgates[k] - origin - along);
+            float dlogit = dlogs[k] - gates[k] * along;
             dmean += dlogit * call->gate_weight[k];
             of_weight[k] += (double)dlogit * mean[c];
             of_bias[k] += dlogit;
@@ -175,7 +178,7 @@ static void band_parameters(const void *data, i64 band)
 #define GIVEN                                                                                      \
     .samples = samples, .channels = channels, .modes = modes, .positions = positions, .eps = eps
 
-/* kept: mean, scale (N, C), μ, σ² (N, K), and var (N, C) if pixel. scratch: (N, C). */
+/* kept: mean, scale (N, C), μ, σ², log C (N, K), and var (N, C) if pixel. scratch: (N, C). */
 EXPORT void modenorm_channels_forward(const float *x, const float *gate_weight,
                                       const float *gate_bias, const float *weight,
                                       const float *bias, float *y, float *gates, float *kept,
@@ -183,33 +186,35 @@ EXPORT void modenorm_channels_forward(const float *x, const float *gate_weight,
 {
     i64 rows = samples * channels, of_modes = samples * modes;
     float *mean = kept, *scale = kept + rows, *mode_mean = scale + rows;
-    float *mode_var = mode_mean + of_modes, *var = pixel ? mode_var + of_modes : 0;
+    float *mode_var = mode_mean + of_modes, *log_mass = mode_var + of_modes;
+    float *var = pixel ? log_mass + of_modes : 0;
     modenorm_moments(x, mean, var, samples, channels, positions, last, threads);
     Channels call = {.mean = mean, .var = var, .gate_weight = gate_weight, .gate_bias = gate_bias,
                      .weight = weight, .bias = bias,
-                     .out = {gates, mode_mean, mode_var, scale, scratch}, GIVEN};
+                     .out = {gates, mode_mean, mode_var, log_mass, scale, scratch}, GIVEN};
     each(sample_channel_modes, &call, samples, 4 * modes * channels, threads);
     modenorm_apply(x, mean, scale, scratch, y, samples, channels, positions, last, threads);
 }
 
 /* kept: as forward left it. dused: the gradient of the gates as an output, or NULL. dgate: of the
    gate's weight and bias (2, K). dx, dweight, dbias may be NULL. scratch: 4 (N, C), (N, 2, K). */
-EXPORT void modenorm_channels_backward(const float *dy, const float *x, const float *gates,
-                                       const float *kept, const float *gate_weight,
+EXPORT void modenorm_channels_backward(const float *dy, const float *x, const float *kept,
+                                       const float *gate_weight, const float *gate_bias,
                                        const float *weight, const float *dused, float *dx,
                                        float *dgate, float *dweight, float *dbias, float *scratch,
                                        SIZES)
 {
     i64 rows = samples * channels, of_modes = samples * modes;
     const float *mean = kept, *scale = kept + rows, *mode_mean = scale + rows;
-    const float *mode_var = mode_mean + of_modes, *var = pixel ? mode_var + of_modes : 0;
+    const float *mode_var = mode_mean + of_modes, *log_mass = mode_var + of_modes;
+    const float *var = pixel ? log_mass + of_modes : 0;
     float *dscale = scratch, *dshift = scratch + rows, *offset = scratch + 2 * rows;
     float *slope = scratch + 3 * rows, *parts = scratch + 4 * rows;
     modenorm_reduce_backward(dy, x, mean, dshift, dscale, samples, channels, positions, last,
                              threads);
-    Channels call = {.mean = mean, .var = var, .gate_weight = gate_weight, .weight = weight,
-                     .gates = gates, .mode_mean = mode_mean, .mode_var = mode_var,
-                     .dscale = dscale, .dshift = dshift, .dused = dused,
+    Channels call = {.mean = mean, .var = var, .gate_weight = gate_weight, .gate_bias = gate_bias,
+                     .weight = weight, .mode_mean = mode_mean, .mode_var = mode_var,
+                     .log_mass = log_mass, .dscale = dscale, .dshift = dshift, .dused = dused,
                      .out = {offset, slope, parts}, GIVEN};
     each(sample_channel_gradients, &call, samples, 4 * modes * channels, threads);
     for (i64 k = 0; k < 2 * modes; k++) {

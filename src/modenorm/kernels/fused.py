@@ -19,7 +19,7 @@ from modenorm.buffers import recomputing
 from modenorm.checks import Options
 from modenorm.exchange import Ranks
 from modenorm.kernels import plain
-from modenorm.kernels.layout import as_aligned, as_dense, dense_like
+from modenorm.kernels.layout import as_aligned, as_dense, dense_like, laid_out
 from modenorm.kernels.mode_arrays import (
     Backward,
     Forward,
@@ -102,7 +102,7 @@ class _ModeNorm(torch.autograd.Function):
             _merge(plan.kept.tensors(kept)[2:5], plan.num_positions, running, ranks, options)
             plan.run_map(arrays)
         ctx.save_for_backward(x, *inputs, used, kept)
-        ctx.plan, ctx.options = plan, options
+        ctx.plan, ctx.options, ctx.strides = plan, options, x.stride()
         ctx.set_materialize_grads(False)
         heard = (y, used) if options.gates_matter else (y,)
         return heard if usage is None else (*heard, usage)
@@ -117,7 +117,8 @@ class _ModeNorm(torch.autograd.Function):
             upstream = (dy, dused, dusage)
             found = plain.differentiate(forward, given, ctx.needs_input_grad, upstream)
             return (*found, *NO_GRADIENTS)
-        x, gates, *parameters = given
+        given[0] = x = laid_out(given[0], ctx.strides)
+        _, gates, *parameters = given
         dy = dense_like(dy, x)
         dused = None if dused is None else dense_like(dused, used)
         dusage = None if dusage is None else as_aligned(dusage)

@@ -42,6 +42,13 @@ def _logit(mean, gate_weight_ptr, gate_bias_ptr, k):
 
 
 @triton.jit
+def _log_gates(mean, gate_weight_ptr, gate_bias_ptr, k, largest, total, mask):
+    """Logarithms of a mode's gates; gates themselves may all be zero in float32."""
+    logit = _logit(mean, gate_weight_ptr, gate_bias_ptr, k)
+    return tl.where(mask, logit - largest - tl.log(total), float("-inf"))
+
+
+@triton.jit
 def _forward_kernel(
     mean_ptr,  # (N, C)
     var_ptr,  # (N, C)
@@ -54,6 +61,7 @@ def _forward_kernel(
     gates_ptr,  # (N, C, K)
     mode_mean_ptr,  # (N, K)
     mode_var_ptr,  # (N, K)
+    log_mass_ptr,  # (N, K)
     num_channels,
     num_modes,
     eps,
@@ -74,18 +82,21 @@ def _forward_kernel(
     scale = tl.zeros([BLOCK_C], tl.float32)
     shift = tl.zeros([BLOCK_C], tl.float32)
     for k in range(num_modes):
-        logit = _logit(mean, gate_weight_ptr, gate_bias_ptr, k)
-        gates = tl.where(mask, tl.exp(logit - largest) / total, 0.0)
-        mass = tl.sum(gates, 0)
-        mode_mean = tl.sum(gates * mean, 0) / mass
+        logs = _log_gates(mean, gate_weight_ptr, gate_bias_ptr, k, largest, total, mask)
+        highest = tl.max(logs, 0)
+        parts = tl.exp(logs - highest)
+        mass = tl.sum(parts, 0)
+        weights = parts / mass
+        mode_mean = tl.sum(weights * mean, 0)
         apart = mean - mode_mean
-        mode_var = tl.sum(gates * (apart * apart + var), 0) / mass
+        mode_var = tl.sum(weights * (apart * apart + var), 0)
         inverse = tl.rsqrt(mode_var + eps)
         scale += inverse
         shift += inverse * apart
-        tl.store(gates_ptr + (sample * num_channels + channels) * num_modes + k, gates, mask=mask)
+        tl.store(gates_ptr + offs * num_modes + k, tl.exp(logs), mask=mask)
         tl.store(mode_mean_ptr + sample * num_modes + k, mode_mean)
         tl.store(mode_var_ptr + sample * num_modes + k, mode_var)
+        tl.store(log_mass_ptr + sample * num_modes + k, highest + tl.log(mass))
     weight = _load_channels(weight_ptr, channels, mask, HAS_WEIGHT, 1.0) / num_modes
     bias = _load_channels(bias_ptr, channels, mask, HAS_BIAS, 0.0)
     tl.store(scale_ptr + offs, weight * scale, mask=mask)
@@ -96,10 +107,11 @@ def _forward_kernel(
 def _backward_kernel(
     mean_ptr,  # (N, C)
     var_ptr,  # (N, C)
-    gates_ptr,  # (N, C, K)
     mode_mean_ptr,  # (N, K)
     mode_var_ptr,  # (N, K)
+    log_mass_ptr,  # (N, K)
     gate_weight_ptr,  # (K,)
+    gate_bias_ptr,  # (K,)
     weight_ptr,  # (C,)
     extra_ptr,  # (N, C, K), the gradient of the gates as an output
     dscale_ptr,  # A, (N, C)
@@ -133,29 +145,32 @@ def _backward_kernel(
     slope = tl.zeros([BLOCK_C], tl.float32)
     offset = tl.zeros([BLOCK_C], tl.float32)
     dot = tl.zeros([BLOCK_C], tl.float32)
+    largest, total = _softmax_terms(mean, gate_weight_ptr, gate_bias_ptr, num_modes)
     for k in range(num_modes):
-        gates = tl.load(gates_ptr + offs * num_modes + k, mask=mask, other=0.0)
+        logs = _log_gates(mean, gate_weight_ptr, gate_bias_ptr, k, largest, total, mask)
         mode_mean = tl.load(mode_mean_ptr + sample * num_modes + k)
-        mode_var = tl.load(mode_var_ptr + sample * num_modes + k)
-        dgates, u, s, inverse = _mode_gradients(
-            gates, mean, var, mode_mean, mode_var, weight, dscale, dshift, e, eps
-        )
+        weights, dlogs, u, s, inverse = _mode_gradients(
+            logs, mean, var, mode_mean, mode_var_ptr, log_mass_ptr, weight, dscale, dshift, e,
+            sample * num_modes + k, eps,
+        )  # fmt: skip
         if HAS_EXTRA:
-            dgates += tl.load(extra_ptr + offs * num_modes + k, mask=mask, other=0.0)
+            extra = tl.load(extra_ptr + offs * num_modes + k, mask=mask, other=0.0)
+            dlogs += tl.exp(logs) * extra
         scale += weight * inverse
-        slope += gates * s
-        offset += gates * (u + 2.0 * s * (mean - mode_mean))
-        dot += gates * dgates
+        slope += weights * s
+        offset += weights * (u + 2.0 * s * (mean - mode_mean))
+        dot += dlogs
     for k in range(num_modes):
-        gates = tl.load(gates_ptr + offs * num_modes + k, mask=mask, other=0.0)
+        logs = _log_gates(mean, gate_weight_ptr, gate_bias_ptr, k, largest, total, mask)
         mode_mean = tl.load(mode_mean_ptr + sample * num_modes + k)
-        mode_var = tl.load(mode_var_ptr + sample * num_modes + k)
-        dgates, u, s, inverse = _mode_gradients(
-            gates, mean, var, mode_mean, mode_var, weight, dscale, dshift, e, eps
-        )
+        weights, dlogs, u, s, inverse = _mode_gradients(
+            logs, mean, var, mode_mean, mode_var_ptr, log_mass_ptr, weight, dscale, dshift, e,
+            sample * num_modes + k, eps,
+        )  # fmt: skip
         if HAS_EXTRA:
-            dgates += tl.load(extra_ptr + offs * num_modes + k, mask=mask, other=0.0)
-        dlogits = gates * (dgates - dot)
+            extra = tl.load(extra_ptr + offs * num_modes + k, mask=mask, other=0.0)
+            dlogs += tl.exp(logs) * extra
+        dlogits = dlogs - tl.exp(logs) * dot
         offset += dlogits * tl.load(gate_weight_ptr + k)
         tl.store(dgate_ptr + sample * 2 * num_modes + k, tl.sum(dlogits * mean, 0))
         tl.store(dgate_ptr + (sample * 2 + 1) * num_modes + k, tl.sum(dlogits, 0))
@@ -166,16 +181,30 @@ def _backward_kernel(
 
 
 @triton.jit
-def _mode_gradients(gates, mean, var, mode_mean, mode_var, weight, dscale, dshift, e, eps):
-    """Gradient of one mode's gates, dL/dμ and dL/dσ² over the mode's mass, and 1/σ."""
-    mass = tl.sum(gates, 0)
+def _mode_gradients(
+    logs,
+    mean,
+    var,
+    mode_mean,
+    mode_var_ptr,
+    log_mass_ptr,
+    weight,
+    dscale,
+    dshift,
+    e,
+    place,
+    eps,
+):
+    """One mode's weights g/C, the gradient of its gates' logarithms, dL/dμ, dL/dσ², and 1/σ."""
+    mode_var = tl.load(mode_var_ptr + place)
+    weights = tl.exp(logs - tl.load(log_mass_ptr + place))
     inverse = tl.rsqrt(mode_var + eps)
     apart = mean - mode_mean
     r = tl.sum(weight * (dscale + dshift * apart), 0)
-    u = -inverse * e / mass
-    s = -0.5 * inverse * inverse * inverse * r / mass
-    dgates = u * apart + s * (var + apart * apart - mode_var)
-    return dgates, u, s, inverse
+    u = -inverse * e
+    s = -0.5 * inverse * inverse * inverse * r
+    dlogs = weights * (u * apart + s * (var + apart * apart - mode_var))
+    return weights, dlogs, u, s, inverse
 
 
 @triton.jit

@@ -19,6 +19,7 @@ __all__ = [
     "dense_like",
     "interpreting",
     "is_channels_last",
+    "laid_out",
     "planes_like",
     "statistics_dtype",
 ]
@@ -68,6 +69,13 @@ def as_dense(x: Tensor) -> Tensor:
     if outer and 0 < x.stride(1) < min(outer):  # a slice of a channels-last tensor
         return x.movedim(1, -1).contiguous().movedim(-1, 1)
     return x.contiguous()
+
+
+def laid_out(x: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """A saved x as it lay when it was saved: hooks on saved tensors may hand out a copy."""
+    if x.stride() == strides:
+        return x
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
 
 
 def dense_like(dy: Tensor, x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from modenorm.kernels import plain, runs_native
 from modenorm.kernels.channel_arrays import Given
-from modenorm.kernels.layout import as_dense, dense_like, is_channels_last
+from modenorm.kernels.layout import as_dense, dense_like, is_channels_last, laid_out
 from modenorm.kernels.native import address, call_at, dense, floats
 
 __all__ = ["fits", "mode_group_norm"]
@@ -49,29 +49,30 @@ class _ModeGroupNorm(torch.autograd.Function):
         (num_samples, num_channels), num_modes = x.shape[:2], len(gate_weight)
         rows = num_samples * num_channels
         y, gates = torch.empty_like(x), floats((num_samples, num_channels, num_modes))
-        kept = floats((3 if pixel else 2) * rows + 2 * num_samples * num_modes)
+        kept = floats((3 if pixel else 2) * rows + 3 * num_samples * num_modes)
         scratch = floats(rows)
         given = (x, gate_weight, gate_bias, weight, bias, y, gates, kept, scratch)
         call_at("channels_forward", [*map(address, given)], _numbers(x, num_modes, eps, pixel))
-        ctx.save_for_backward(x, gate_weight, gate_bias, weight, bias, gates, kept)
-        ctx.eps, ctx.pixel = eps, pixel
+        ctx.save_for_backward(x, gate_weight, gate_bias, weight, bias, kept)
+        ctx.eps, ctx.pixel, ctx.strides = eps, pixel, x.stride()
         ctx.set_materialize_grads(False)
         return y, gates
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dused: Tensor | None) -> tuple[Tensor | None, ...]:
-        *inputs, gates, kept = ctx.saved_tensors  # once: checkpointing unpacks them once
-        x, gate_weight, _, weight, bias = inputs
+        *inputs, kept = ctx.saved_tensors  # once: checkpointing unpacks them once
+        x, gate_weight, gate_bias, weight, bias = inputs
         needed, upstream = ctx.needs_input_grad, (dy, dused)
         if plain.only_plain(*upstream) or dy is None or not runs_native(x, *upstream):
             forward = partial(plain.mode_group_norm, eps=ctx.eps, pixel=ctx.pixel)
             return (*plain.differentiate(forward, inputs, needed, upstream), None, None)
+        x = laid_out(x, ctx.strides)
         dy, num_modes = dense_like(dy, x), len(gate_weight)
         dx = torch.empty_like(x) if needed[0] else None
         dgate = floats((2, num_modes))
         dweight, dbias = (None if p is None else torch.empty_like(p) for p in (weight, bias))
         scratch = floats(4 * x.shape[0] * x.shape[1] + 2 * x.shape[0] * num_modes)
-        given = (dy, x, gates, kept, gate_weight, weight, dense(dused))
+        given = (dy, x, kept, gate_weight, gate_bias, weight, dense(dused))
         found = (dx, dgate, dweight, dbias, scratch)
         numbers = _numbers(x, num_modes, ctx.eps, ctx.pixel)
         call_at("channels_backward", [*map(address, (*given, *found))], numbers)

@@ -17,7 +17,7 @@ from torch import Tensor
 from modenorm.buffers import recomputing
 from modenorm.checks import Options
 from modenorm.kernels import plain, runs_native
-from modenorm.kernels.layout import as_dense, dense_like, is_channels_last
+from modenorm.kernels.layout import as_dense, dense_like, is_channels_last, laid_out
 from modenorm.kernels.mode_arrays import Found, beside_output
 from modenorm.kernels.native import address, call_at, dense, floats
 from modenorm.mixing import RunningEstimates
@@ -170,7 +170,7 @@ class _ModeNorm(torch.autograd.Function):
             (*plan.moves, from_batch, *plan.numbers),
         )
         ctx.save_for_backward(x, gates, gate_weight, gate_bias, weight, bias, used, kept)
-        ctx.plan, ctx.matter = plan, (gates_matter, usage_matters)
+        ctx.plan, ctx.strides, ctx.matter = plan, x.stride(), (gates_matter, usage_matters)
         ctx.set_materialize_grads(False)
         heard = (y, used) if gates_matter else (y,)
         return heard if usage is None else (*heard, usage)
@@ -185,6 +185,7 @@ class _ModeNorm(torch.autograd.Function):
         if plain.only_plain(*upstream) or dy is None or not runs_native(x, *upstream):
             forward = partial(plain.mode_norm, eps=plan.eps)
             return (*plain.differentiate(forward, inputs, needed, upstream), *NO_GRADIENTS)
+        x = laid_out(x, ctx.strides)
         dy, dused, dusage = dense_like(dy, x), dense(dused), dense(dusage)
         dx = torch.empty_like(x) if needed[0] else None
         gradients = [None if p is None else torch.empty_like(p) for p in parameters]

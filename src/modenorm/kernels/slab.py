@@ -82,10 +82,10 @@ def backward_slab(samples: int, channels: int, modes: int) -> Slab:
 
 
 def channel_kept_slab(shape: tuple[int, ...], pixel: bool) -> Slab:
-    """Of a mode group norm with gates of (N, C, K): mean and variance, those of the modes."""
+    """Of a mode group norm with gates of (N, C, K): mean and variance, the modes', log mass."""
     samples, channels, modes = shape
     rows, of_modes = (samples, channels), (samples, modes)
-    return Slab(rows, rows if pixel else (1,), of_modes, of_modes)
+    return Slab(rows, rows if pixel else (1,), of_modes, of_modes, of_modes)
 
 
 def channel_forward_slab(samples: int, channels: int) -> Slab:
