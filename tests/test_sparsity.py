@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
 
 import modenorm
 from compare import assert_close
@@ -319,7 +320,7 @@ def test_switches_of_a_float32_step_are_one_node(modes):
         torch.manual_seed(3)  # the same switches
         dtype = module[0].weight.dtype
         loss = (module(x.to(dtype)) * upstream.to(dtype)).sum() + 5 * penalty()
-        assert bool(penalty._switches.used) == (dtype == torch.float32)
+        assert bool(penalty._switches.draw.used) == (dtype == torch.float32)
         learnt = [penalty.log_odds, *module.parameters()]
         found.append([loss, *torch.autograd.grad(loss, learnt)])
     for ours, plain in zip(*found, strict=True):
@@ -345,6 +346,100 @@ def test_the_cost_of_switches_is_that_of_now():
     with torch.no_grad():
         model(x)
     sparsity().backward()
+
+
+def switched(gate=None):
+    """A float32 model whose switches differ, and its penalty."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), ModeNorm1d(6, 3, gate=gate), nn.Linear(6, 2))
+    nn.init.normal_(model[1].gate.weight if gate is None else model[1].gate[0].weight)
+    penalty = ModeSparsity(model, 0.1, "switch")
+    penalty.log_odds.data = torch.tensor([1.0, 0.0, -0.5])
+    return model, penalty
+
+
+GATES = pytest.mark.parametrize(
+    "gate", [None, lambda c, k: nn.Sequential(nn.Linear(c, k))], ids=["linear", "other"]
+)
+
+
+@GATES
+def test_a_part_in_evaluation_has_the_most_likely_switches(gate):
+    (model, _), x = switched(gate), torch.randn(32, 4)
+    wanted = model.eval()(x)
+    for _ in range(3):
+        model.train()(x)
+        found = model[2](model.eval()[:2](x))
+        # training moves the running estimates, so the whole model is asked again
+        assert_close(found, model(x).detach(), 1e-6)
+    assert not torch.equal(wanted, model(x))
+
+
+@GATES
+def test_copies_have_no_switches_once_they_are_removed(gate):
+    (model, penalty), x = switched(gate), torch.randn(32, 4)
+    copied = copy.deepcopy(model).eval()
+    assert torch.equal(copied(x), model.eval()(x))
+    penalty.remove()
+    copied.load_state_dict(model.state_dict())
+    assert torch.equal(copied(x), model(x))
+    modenorm.prune_modes(copied, [x])
+    restored = pickle.loads(pickle.dumps(copied))
+    assert torch.equal(restored(x), copied(x))
+
+
+@GATES
+def test_checkpointing(gate):
+    """One forward is right, others in evaluation don't disturb it, and two are refused."""
+    found = []
+    for often in (False, True):
+        (model, penalty), x = switched(gate), torch.randn(32, 4)
+        torch.manual_seed(1)
+        body, head = model[:2], model[2]
+
+        def forward(x, body=body, head=head, often=often):
+            y = checkpoint(body, x, use_reentrant=False) if often else body(x)
+            return head(y).square().sum()
+
+        model.forward = forward
+        loss = model(x)
+        model.eval()
+        copy.deepcopy(model)(x)
+        model(x)
+        model.train()
+        loss.backward()
+        found.append([penalty.log_odds.grad, *(p.grad for p in model.parameters())])
+    for plain, repeated in zip(*found, strict=True):
+        assert_close(repeated, plain, 1e-5)
+    model.zero_grad()
+    losses = model(x), model(x)
+    with pytest.raises(RuntimeError, match="which switches it had is not known"):
+        sum(losses).backward()
+    del losses
+    model(x).backward()  # what was given up is no longer counted
+
+
+def test_strength_may_be_another_tensor():
+    (model, sparsity), x = switched(), torch.randn(8, 4)
+    model(x)
+    before = float(sparsity().detach())
+    model(x)
+    sparsity.strength = torch.tensor(1.0)
+    assert float(sparsity().detach()) == pytest.approx(10 * before)
+
+
+def test_the_entropy_is_that_of_training_alone():
+    """Also if a forward in evaluation, with gradients, comes after it."""
+    model, x = small_model(), torch.randn(12, 3, 8, 8, dtype=torch.float64)
+    sparsity = ModeSparsity(model)
+    model(x)
+    model.eval()(x.flip(0)[:5])
+    found = sparsity()
+    model.train()(x)
+    assert_close(found, sparsity().detach(), 1e-12)
+    model.eval()(x)
+    with pytest.raises(ValueError, match="heard no gates"):
+        sparsity()
 
 
 @pytest.mark.parametrize("method", ["entropy", "switch"])

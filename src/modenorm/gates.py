@@ -41,8 +41,8 @@ class LinearGate(nn.Module):
         torch.Size([8, 2])
     """
 
-    bias_changes: tuple[Callable[[Tensor], Tensor], ...] = ()
-    """Called in every forward with the bias, for the one to use: the switches of a penalty."""
+    bias_changes: tuple[Callable[[nn.Module, Tensor], Tensor], ...] = ()
+    """Called in every forward with gate and bias, for the one to use: switches of a penalty."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class LinearGate(nn.Module):
         """Weight and bias as they are used now."""
         weight, bias = members(self, ("weight", "bias"))
         for change in self.bias_changes:
-            bias = change(bias)
+            bias = change(self, bias)
         return weight, bias
 
     def forward(self, features: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 
 from modenorm.convert import acts_as_batchnorm, turn_to_batchnorm
 from modenorm.fewer_modes import LayerView, furthest, leave_shared, watching
-from modenorm.gates import LinearGate
 from modenorm.kernels import without_compiling
 from modenorm.modes import evaluating, parts_of
 from modenorm.parameters import check_optimizer, exchange_parameter
@@ -26,6 +25,7 @@ from modenorm.pruning_report import LayerPruning, Pruning
 from modenorm.recording import mode_layers
 from modenorm.resizing import Layer
 from modenorm.selection import check_model, listed
+from modenorm.switches import has_switches
 from modenorm.threads import one_thread
 
 __all__ = ["DEFAULT_TOLERANCE", "LayerPruning", "Pruning", "prune_modes"]
@@ -138,17 +138,13 @@ def _check_prunable(layers: Mapping[str, Layer], optimizer: Optimizer | None) ->
         raise ValueError("prune_modes found no mode norm or mode group norm in the model")
     if optimizer is not None:
         check_optimizer(optimizer)
-    switched = [name for name, layer in layers.items() if _has_switches(layer)]
+    gates = {name: getattr(layer, "gate", None) for name, layer in layers.items()}
+    switched = [name for name, gate in gates.items() if has_switches(gate)]
     if switched:
         raise ValueError(
             f"a ModeSparsity has its switches on {listed(switched)}, one for each mode; call its "
             f"remove() before prune_modes"
         )
-
-
-def _has_switches(layer: Layer) -> bool:
-    gate = getattr(layer, "gate", None)
-    return isinstance(gate, LinearGate) and bool(gate.bias_changes)
 
 
 def _turn_to_batchnorm(

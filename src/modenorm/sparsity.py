@@ -47,6 +47,9 @@ class ModeSparsity(nn.Module):
     costs; the default strength takes little more than duplicates. `strength` is a tensor that can
     be changed at any time, also between replays of a captured step.
 
+    A layer that a forward uses several times counts with its last use. With switches under
+    DistributedDataParallel the gradients of their parameters are averaged over the ranks.
+
     Mode group norms are left alone: they average their modes without the gates, so a mode without
     channels counts as much as any other.
 
@@ -108,7 +111,7 @@ class ModeSparsity(nn.Module):
             self._switches.attach(model, self._attached)
         else:
             for place, layer in enumerate(layers):
-                listener = self._listener(place)
+                listener = self._listener(place, layer)
                 layer.usage_listener = listener
                 self._attached.callback(_release, layer, listener)
 
@@ -130,7 +133,8 @@ class ModeSparsity(nn.Module):
         if not self._usages:
             raise ValueError(
                 "ModeSparsity heard no gates since it was last called; call it after each forward "
-                "of the model in training mode, with gradients enabled"
+                "of the model in training mode, with gradients enabled and not inside of a "
+                "reentrant checkpoint, which has none"
             )
         heard = list(self._usages.values())
         self.forget()
@@ -149,13 +153,13 @@ class ModeSparsity(nn.Module):
             return
         self._removed = True
         if self._switches is not None:
-            self._switches.write_into_biases()
+            self._switches.remove()
         self._attached.close()
         self.forget()
 
-    def _listener(self, place: int) -> UsageListener:
+    def _listener(self, place: int, layer: ModeNorm) -> UsageListener:
         def listen(usage: Tensor) -> None:
-            if usage.requires_grad:
+            if usage.requires_grad and layer.training:
                 self._usages[place] = usage
 
         return listen
