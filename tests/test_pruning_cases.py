@@ -88,13 +88,38 @@ def test_outputs_that_are_not_finite(value):
     assert_refused(model, "NaN or infinity", x)
 
 
-def test_switches_have_to_go_first():
-    model, x = small_model(), images()
+@pytest.mark.parametrize(
+    "gate", [None, nn.Linear, lambda c, k: nn.Sequential(nn.Tanh(), nn.Linear(c, k))]
+)
+def test_switches_have_to_go_first(gate):
+    """Those in the bias of a linear gate, and those that other gates have as a hook."""
+    model, x = small_model(gate=gate), images()
     sparsity = ModeSparsity(model, method="switch")
     model(x)
     assert_refused(model, r"switches on 1, one for each mode; call its remove\(\)", x)
     sparsity.remove()
     assert prune_modes(model, [x], tolerance=0.5).num_modes == {"1": 1}
+
+
+def test_other_hooks_of_a_gate_stay():
+    model, x, seen = small_model(gate=nn.Linear), images(), []
+    model[1].gate.register_forward_hook(lambda gate, args, logits: seen.append(logits.shape[1]))
+    prune_modes(model, [x], tolerance=100.0)
+    model(x)
+    assert seen[-1] == 1
+
+
+@pytest.mark.parametrize("batchnorm", [False, True], ids=["modes", "batchnorm"])
+def test_a_wrapped_model_is_refused(batchnorm, process_group):
+    """Its reducer would go on to expect gradients of the old shapes."""
+    model, x = nn.parallel.DistributedDataParallel(small_model()), images()
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), x)
+    for wrapped in (model, nn.Sequential(model)):
+        message = "DistributedDataParallel.*prune the module inside, then wrap it again"
+        assert_refused(wrapped, message, x, batchnorm=batchnorm)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    prune_modes(model.module, [x], tolerance=100.0, optimizer=optimizer)
+    train(nn.parallel.DistributedDataParallel(model.module), optimizer, x)
 
 
 def test_a_shared_gate_is_left():

@@ -20,12 +20,14 @@ from modenorm.convert import acts_as_batchnorm, turn_to_batchnorm
 from modenorm.fewer_modes import LayerView, furthest, leave_shared, watching
 from modenorm.gates import LinearGate
 from modenorm.kernels import without_compiling
+from modenorm.layers import ModeNorm
 from modenorm.modes import evaluating, parts_of
 from modenorm.parameters import check_optimizer, exchange_parameter
 from modenorm.pruning_report import LayerPruning, Pruning
 from modenorm.recording import mode_layers
 from modenorm.resizing import Layer
-from modenorm.selection import check_model, listed
+from modenorm.selection import check_model, check_unwrapped, listed
+from modenorm.switches import Switches
 from modenorm.threads import one_thread
 
 __all__ = ["DEFAULT_TOLERANCE", "LayerPruning", "Pruning", "prune_modes"]
@@ -83,6 +85,7 @@ def prune_modes(
     """
     if not tolerance >= 0:
         raise ValueError(f"tolerance is {tolerance}; it must be at least 0")
+    check_unwrapped(model, "other shapes; prune the module inside, then wrap it again")
     if batchnorm:
         check_model(model)
     layers = mode_layers(model)
@@ -151,8 +154,12 @@ def _check_prunable(layers: Mapping[str, Layer], optimizer: Optimizer | None) ->
 
 
 def _has_switches(layer: Layer) -> bool:
-    gate = getattr(layer, "gate", None)
-    return isinstance(gate, LinearGate) and bool(gate.bias_changes)
+    if not isinstance(layer, ModeNorm):
+        return False
+    if isinstance(layer.gate, LinearGate) and layer.gate.bias_changes:
+        return True
+    hooks = (getattr(hook, "func", None) for hook in layer.gate._forward_hooks.values())
+    return any(isinstance(getattr(hook, "__self__", None), Switches) for hook in hooks)
 
 
 def _turn_to_batchnorm(

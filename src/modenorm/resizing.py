@@ -226,9 +226,9 @@ def set_num_modes(layer: Layer, num_modes: int) -> None:
 def close_modes(model: nn.Module, pruned: nn.Module) -> list[nn.Parameter]:
     """Let a model compute what its pruned copy does, with every tensor in its place and shape.
 
-    For steps that are captured or compiled and can't go on with fewer modes. The first modes of
-    each mode norm become those of the copy. The others get a bias so low that they receive no
-    sample and no gradient: they stay closed in further training, until they are pruned.
+    For steps that are captured, compiled or wrapped and can't go on with fewer modes. The first
+    modes of each mode norm become those of the copy. The others get a bias so low that they receive
+    no sample and no gradient: they stay closed in further training, until they are pruned.
 
     Args:
         model: Changed in place.
