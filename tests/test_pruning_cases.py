@@ -160,9 +160,10 @@ def test_rows_that_are_computed_from_other_parameters_are_left(compute):
     torch.testing.assert_close(model(x), before)
 
 
-def test_a_shared_gate_matches_a_state():
+@pytest.mark.parametrize("options", [{"per_mode_affine": True}, {"track_running_stats": False}])
+def test_a_shared_gate_matches_a_state(options):
     saved, model = (
-        nn.Sequential(*(ModeNorm2d(3, k, gate=gate, per_mode_affine=True) for _ in range(2)))
+        nn.Sequential(*(ModeNorm2d(3, k, gate=gate, **options) for _ in range(2)))
         for k, gate in ((4, nn.Linear(3, 4)), (2, nn.Linear(3, 2)))
     )
     assert match_modes(model, saved.state_dict()) == {"0": (2, 4), "1": (2, 4)}
