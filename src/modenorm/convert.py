@@ -177,8 +177,9 @@ def to_batchnorm(model: nn.Module, tolerance: float = 0.0) -> dict[str, nn.Modul
 
     Args:
         model: changed in place. A mode norm by itself can't be: take it from the result's "".
-        tolerance: largest difference between modes: of means in standard deviations, of variances
-            and parameters relative to them. Modes are averaged.
+        tolerance: largest difference between any two modes, in each channel: of means in the modes'
+            smallest standard deviation, of variances (with eps) relative to the smallest, of
+            parameters to the smallest absolute value. Modes are averaged.
 
     Returns:
         The batch norms by name; empty if no layer acts as one.
@@ -332,11 +333,11 @@ def acts_as_batchnorm(module: nn.Module, tolerance: float) -> bool:
         return True
     if module.running_mean is None or module.running_var is None:
         return False
-    var = module.running_var[0] + module.eps
+    var = module.running_var.amin(0) + module.eps
     pairs = [(module.running_mean, var.sqrt()), (module.running_var, var)]
     if module.per_mode_affine:
-        pairs += [(p, p[0].abs()) for p in (module.weight, module.bias) if p is not None]
-    return all(bool(((t - t[0]).abs() <= tolerance * scale).all()) for t, scale in pairs)
+        pairs += [(p, p.abs().amin(0)) for p in (module.weight, module.bias) if p is not None]
+    return all(bool((t.amax(0) - t.amin(0) <= tolerance * s).all()) for t, s in pairs)
 
 
 def _batch_norm(layer: Any) -> nn.Module:
