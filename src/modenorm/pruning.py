@@ -67,7 +67,8 @@ def prune_modes(
         tolerance: Largest root mean square change of the model's outputs, relative to their
             standard deviation.
         optimizer: An optimizer of the model, whose state is changed along.
-        batchnorm: Turn layers that end with one mode into batch norms, as `to_batchnorm` does. An
+        batchnorm: Turn layers that end with one mode into batch norms, as `to_batchnorm` does. What
+            that changes, by rounding alone, is measured too, but not held to the tolerance. An
             optimizer keeps the gate's parameters, which then have no effect.
 
     Returns:
