@@ -30,6 +30,15 @@ def world(tmp_path_factory):
     world.close()
 
 
+@pytest.fixture
+def process_group(tmp_path):
+    """One rank, this process."""
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
 QUIET = (
     "--no-sandbox",
     "--headless",

@@ -1,6 +1,7 @@
 """Models with batch norm into models with mode norm: same numbers, nothing lost."""
 
 import copy
+import gc
 import io
 import pickle
 import warnings
@@ -178,6 +179,41 @@ def test_backward_hooks_are_carried_over():
     to_batchnorm(model)
     model(images()).sum().backward()
     assert seen == [modenorm.ModeNorm2d, nn.BatchNorm2d]
+
+
+def hear_states(norm: nn.Module, seen: list) -> list:
+    """Hooks of all four kinds around a state dict; what removes them."""
+    return [
+        norm.register_state_dict_pre_hook(lambda m, *_: seen.append(("save", type(m)))),
+        norm.register_state_dict_post_hook(lambda m, *_: seen.append(("saved", type(m)))),
+        norm.register_load_state_dict_pre_hook(lambda m, *_: seen.append(("load", type(m)))),
+        norm.register_load_state_dict_post_hook(lambda m, _: seen.append(("loaded", type(m)))),
+    ]
+
+
+def test_hooks_of_states_are_carried_over_and_can_be_removed():
+    model, seen = small_model(), []
+    handles = hear_states(model[1], seen)
+    for convert, kind in ((replace_batchnorm, modenorm.ModeNorm2d), (to_batchnorm, nn.BatchNorm2d)):
+        convert(model)
+        gc.collect()  # the norm before is gone
+        copy.deepcopy(model).load_state_dict(model.state_dict())
+        assert seen == [(when, kind) for when in ("save", "saved", "load", "loaded")]
+        seen.clear()
+    for handle in handles:
+        handle.remove()
+    model.load_state_dict(model.state_dict())
+    assert seen == []
+
+
+def test_hooks_of_a_norm_that_is_refused_stay_its_own():
+    model, seen = small_model(), []
+    hear_states(model[1], seen)
+    model[4].eps = 0.0
+    with pytest.raises(ValueError, match="4 can't become a mode norm"):
+        replace_batchnorm(model)
+    model.load_state_dict(model.state_dict())
+    assert {kind for _, kind in seen} == {nn.BatchNorm2d}
 
 
 def test_numbers_of_modes_by_any_name_of_a_shared_norm():

@@ -10,7 +10,7 @@ from torch.nn.utils import parametrizations, prune
 import modenorm
 from compare import assert_close
 from modenorm import replace_batchnorm, to_batchnorm
-from modenorm.substitutes import ModeNormAct2d
+from modenorm.substitutes import LazyModeNorm2d, ModeNormAct2d
 from small_models import images, small_model, trained
 
 # Lazy modules say that they are new.
@@ -70,14 +70,18 @@ def test_lazy_norms_load_a_state_without_numbers(per_mode):
 
 @LAZY
 def test_lazy_norms_keep_hooks():
-    model, seen = lazy_model(), []
+    model, seen, loaded = lazy_model(), [], []
     model[1].register_forward_pre_hook(lambda module, args: seen.append("before"))
     model[1].register_forward_hook(lambda module, args, y: seen.append(type(module)))
     model[1].register_full_backward_hook(lambda module, dx, dy: seen.append("backward"))
+    model[1].register_load_state_dict_pre_hook(lambda module, *_: loaded.append(type(module)))
     replace_batchnorm(model)
+    model.load_state_dict(model.state_dict())
     for _ in range(2):
         model(images()).sum().backward()
+    model.load_state_dict(model.state_dict())
     assert seen == ["before", modenorm.ModeNorm2d, "backward"] * 2
+    assert loaded == [LazyModeNorm2d, modenorm.ModeNorm2d]
 
 
 @LAZY

@@ -7,7 +7,17 @@ import torch
 import torch.nn.utils.prune
 from torch import nn
 
-from modenorm import ModeNorm2d, ModeSparsity, match_modes, prune_modes, use_backend
+from modenorm import (
+    ModeGroupNorm,
+    ModeNorm1d,
+    ModeNorm2d,
+    ModeSparsity,
+    fewer_modes,
+    match_modes,
+    prune_modes,
+    record_gates,
+    use_backend,
+)
 from modenorm.kernels import choose_backend, without_compiling
 from modenorm.resizing import combine_modes
 
@@ -78,13 +88,38 @@ def test_outputs_that_are_not_finite(value):
     assert_refused(model, "NaN or infinity", x)
 
 
-def test_switches_have_to_go_first():
-    model, x = small_model(), images()
+@pytest.mark.parametrize(
+    "gate", [None, nn.Linear, lambda c, k: nn.Sequential(nn.Tanh(), nn.Linear(c, k))]
+)
+def test_switches_have_to_go_first(gate):
+    """Those in the bias of a linear gate, and those that other gates have as a hook."""
+    model, x = small_model(gate=gate), images()
     sparsity = ModeSparsity(model, method="switch")
     model(x)
     assert_refused(model, r"switches on 1, one for each mode; call its remove\(\)", x)
     sparsity.remove()
     assert prune_modes(model, [x], tolerance=0.5).num_modes == {"1": 1}
+
+
+def test_other_hooks_of_a_gate_stay():
+    model, x, seen = small_model(gate=nn.Linear), images(), []
+    model[1].gate.register_forward_hook(lambda gate, args, logits: seen.append(logits.shape[1]))
+    prune_modes(model, [x], tolerance=100.0)
+    model(x)
+    assert seen[-1] == 1
+
+
+@pytest.mark.parametrize("batchnorm", [False, True], ids=["modes", "batchnorm"])
+def test_a_wrapped_model_is_refused(batchnorm, process_group):
+    """Its reducer would go on to expect gradients of the old shapes."""
+    model, x = nn.parallel.DistributedDataParallel(small_model()), images()
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), x)
+    for wrapped in (model, nn.Sequential(model)):
+        message = "DistributedDataParallel.*prune the module inside, then wrap it again"
+        assert_refused(wrapped, message, x, batchnorm=batchnorm)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    prune_modes(model.module, [x], tolerance=100.0, optimizer=optimizer)
+    train(nn.parallel.DistributedDataParallel(model.module), optimizer, x)
 
 
 def test_a_shared_gate_is_left():
@@ -125,15 +160,81 @@ def test_rows_that_are_computed_from_other_parameters_are_left(compute):
     torch.testing.assert_close(model(x), before)
 
 
-def test_a_shared_gate_matches_a_state():
+@pytest.mark.parametrize("options", [{"per_mode_affine": True}, {"track_running_stats": False}])
+def test_a_shared_gate_matches_a_state(options):
     saved, model = (
-        nn.Sequential(*(ModeNorm2d(3, k, gate=gate, per_mode_affine=True) for _ in range(2)))
+        nn.Sequential(*(ModeNorm2d(3, k, gate=gate, **options) for _ in range(2)))
         for k, gate in ((4, nn.Linear(3, 4)), (2, nn.Linear(3, 2)))
     )
     assert match_modes(model, saved.state_dict()) == {"0": (2, 4), "1": (2, 4)}
     model.load_state_dict(saved.state_dict())
     assert model[0].gate is model[1].gate
     assert torch.equal(model(images()), saved(images()))
+
+
+def in_turns(count: int) -> torch.Tensor:
+    """Samples of two kinds, every second one of the same."""
+    sign = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(count // 2)
+    return torch.stack([5 * sign, 2 * sign - 1], 1) + 0.7 * torch.randn(count, 2)
+
+
+def telling(x: torch.Tensor, modes: int = 2) -> nn.Sequential:
+    """A layer with one mode for each sign of the first channel; further ones receive nothing."""
+    layer = ModeNorm1d(2, modes)
+    with torch.no_grad():
+        layer.gate.weight.zero_()[:2, 0] = torch.tensor([20.0, -20.0])
+        layer.gate.bias.copy_(torch.tensor([0.0, 0.0, *[-1e4] * (modes - 2)]))
+        for k, chosen in enumerate((x[:, 0] > 0, x[:, 0] <= 0)):
+            layer.running_mean[k] = x[chosen].mean(0)
+    return nn.Sequential(layer).double().eval()
+
+
+def test_many_samples_in_turns_keep_both_modes():
+    torch.manual_seed(0)
+    x = in_turns(2050)  # some of them decide, and not those of one kind
+    model, state = telling(x), torch.get_rng_state()
+    before = model(x)
+    report = prune_modes(model, x.split(500), tolerance=0.05)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert report.num_modes == {"0": 2}
+    assert torch.equal(model(x), before)
+    assert report.layers[0].shares == pytest.approx((0.5, 0.5), abs=1e-9)
+
+
+def test_shares_are_those_of_all_samples():
+    torch.manual_seed(0)
+    x = in_turns(4000)
+    x[3000:] = x[0]
+    report = prune_modes(telling(x), [x], tolerance=0)
+    assert report.layers[0].shares == pytest.approx((0.625, 0.375), abs=1e-9)
+    layer = ModeGroupNorm(2, 3).double()
+    with record_gates(layer) as gates:
+        layer(x)
+    expected = gates[""][0].mean((0, 1)).tolist()
+    assert prune_modes(layer, [x], tolerance=0).layers[0].shares == pytest.approx(expected)
+
+
+def test_a_mode_of_few_among_many_samples_makes_a_difference():
+    """Others make none, also in a sum that is rounded otherwise."""
+    torch.manual_seed(0)
+    x = in_turns(2)[:1].repeat(20_000, 1)
+    x[12_345] *= -1
+    model = telling(x, modes=5)
+    before = model(x)
+    report = prune_modes(model, x.split(5000), tolerance=0)
+    assert report.layers[0].removed == (2, 3, 4)
+    torch.testing.assert_close(model(x), before)
+
+
+def test_a_change_that_no_layer_sees_is_measured(monkeypatch):
+    """Samples that decide may be all alike; the model is compared on every one."""
+    monkeypatch.setattr(fewer_modes, "_chosen", lambda usage: torch.arange(0, len(usage), 2))
+    torch.manual_seed(0)
+    x = in_turns(100)
+    model = telling(x)
+    for tolerance in (0.0, 0.05):
+        report = prune_modes(model, [x], tolerance)
+        assert (report.num_modes, report.change) == ({"0": 2}, 0.0)
 
 
 @pytest.mark.filterwarnings("error")

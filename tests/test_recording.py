@@ -191,6 +191,25 @@ def test_one_forward_beyond_the_limit_keeps_evenly_spaced_samples():
         pass
 
 
+@pytest.mark.parametrize("limit", [8, 14, 50, 129, 300])
+@pytest.mark.parametrize("norm", [lambda: ModeNorm2d(2, 3), lambda: ModeGroupNorm(2, 4)])
+def test_no_more_values_than_the_limit(norm, limit):
+    layer = norm()
+    with record_gates(layer, limit) as gates:
+        for count in (20, 7, 100):
+            layer(torch.randn(count, 2, 2, 2))
+            assert 0 < sum(g.numel() for g in gates[""]) <= limit
+
+
+def test_a_limit_below_one_sample():
+    model = nn.Sequential(ModeNorm2d(10, 2), ModeGroupNorm(10, 2))
+    with pytest.raises(ValueError, match="limit is 14, but one sample of 1 has 20 gates"):
+        record_gates(model, 14).__enter__()
+    with record_gates(model, 20) as gates:
+        model(torch.randn(3, 10, 2, 2))
+    assert [tuple(g.shape) for g in gates["1"]] == [(1, 10, 2)]
+
+
 def test_a_model_without_modes_records_nothing():
     with record_gates(nn.Conv2d(3, 3, 3)) as gates:
         pass

@@ -109,14 +109,6 @@ def test_a_scripted_model(compiled):
             convert(model)
 
 
-@pytest.fixture
-def process_group(tmp_path):
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 def test_a_distributed_model(process_group):
     model = nn.parallel.DistributedDataParallel(small_model())
     with pytest.raises(ValueError, match=r"DistributedDataParallel.*before wrapping"):

@@ -117,6 +117,50 @@ def test_a_wrong_number_of_modes_is_an_error():
         modenorm.ModeNorm2d(3, 4).load_state_dict(modenorm.ModeNorm2d(3, 2).state_dict())
 
 
+class Columns(nn.Module):
+    """A gate with its modes in columns, under the name that a linear gate has for rows."""
+
+    def __init__(self, num_features: int, num_modes: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(num_features, num_modes))
+
+    def forward(self, features):
+        return features @ self.weight
+
+
+def two_layers(num_features, num_modes):
+    return nn.Sequential(nn.Linear(num_features, 5), nn.ReLU(), nn.Linear(5, num_modes))
+
+
+@pytest.mark.parametrize("tracked", [True, False], ids=["running", "batch"])
+@pytest.mark.parametrize("gate", [Columns, two_layers, nn.Linear])
+def test_any_gates_state_is_its_own(gate, tracked):
+    layer, other = (
+        modenorm.ModeNorm1d(4, 3, gate=gate, track_running_stats=tracked) for _ in range(2)
+    )
+    assert modenorm.match_modes(layer, other.state_dict()) == {}
+    layer.load_state_dict(other.state_dict())
+
+
+@pytest.mark.parametrize("gate", [two_layers, nn.Linear, None])
+def test_gates_tell_the_number_of_modes_without_running_estimates(gate):
+    options = {"gate": gate, "track_running_stats": False}
+    saved, layer = (modenorm.ModeNorm1d(4, k, **options) for k in (3, 2))
+    with pytest.raises(RuntimeError, match="num_modes=3 in this state, but num_modes=2"):
+        layer.load_state_dict(saved.state_dict())
+    assert modenorm.match_modes(layer, saved.state_dict()) == {"": (2, 3)}
+    layer.load_state_dict(saved.state_dict())
+
+
+def test_parameters_per_mode_tell_the_number_of_modes():
+    options = {"gate": Columns, "per_mode_affine": True, "track_running_stats": False}
+    saved, layer = (modenorm.ModeNorm1d(4, k, **options) for k in (3, 2))
+    with pytest.raises(RuntimeError, match="num_modes=3 in this state, but num_modes=2"):
+        layer.load_state_dict(saved.state_dict())
+    with pytest.raises(ValueError, match=r"Columns, whose number of modes can't be changed"):
+        modenorm.match_modes(layer, saved.state_dict())
+
+
 # A batch norm's state.
 
 

@@ -67,6 +67,33 @@ def test_modes_within_the_tolerance_are_averaged():
     assert to_batchnorm(layer, tolerance=0.005) == {}
 
 
+@pytest.mark.parametrize("order", [[0, 1, 2], [1, 0, 2], [2, 1, 0]], ids=str)
+@pytest.mark.parametrize(
+    ("name", "values", "largest"),
+    [
+        ("running_mean", [0.0, 1.0, 2.0], 2.0),
+        ("running_var", [1.0, 2.0, 4.0], 3.0),
+        ("weight", [-1.0, -2.0, -3.0], 2.0),
+        ("bias", [1.0, -0.5, 1.0], 3.0),
+    ],
+)
+def test_the_tolerance_is_between_any_two_modes(name, values, largest, order):
+    layer = modenorm.ModeNorm2d(3, 3, eps=1e-12, per_mode_affine=True)
+    with torch.no_grad():
+        getattr(layer, name)[:, 1] = torch.tensor(values)[order]
+    assert to_batchnorm(layer, tolerance=0.99 * largest) == {}
+    assert list(to_batchnorm(layer, tolerance=1.01 * largest)) == [""]
+
+
+def test_means_differ_in_the_smallest_standard_deviation():
+    layer = modenorm.ModeNorm2d(3)
+    for var in ([1.0, 0.25], [0.25, 1.0]):
+        layer.running_var.copy_(torch.tensor(var)[:, None])
+        for mean, merged in ((1.5, True), (1.6, False)):
+            layer.running_mean[1] = mean
+            assert bool(to_batchnorm(layer, tolerance=3.1)) == merged
+
+
 def test_modes_without_running_estimates_are_left():
     assert to_batchnorm(modenorm.ModeNorm2d(3, track_running_stats=False)) == {}
     assert list(to_batchnorm(modenorm.ModeNorm2d(3, 1, track_running_stats=False))) == [""]

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from modenorm.distributed import share_statistics
 from modenorm.gates import GateFactory
+from modenorm.hooks import give_hooks, take_hooks
 from modenorm.layers import ModeNorm, ModeNorm1d, ModeNorm2d, ModeNorm3d
 from modenorm.parameters import add_gates
 from modenorm.selection import (
@@ -57,15 +58,6 @@ SOURCES: dict[type[nn.Module], type[_BatchNorm]] = {
     ModeNorm3d: nn.BatchNorm3d,
     ModeNormNd: nn.SyncBatchNorm,
 }
-HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
 
 
 Tied = dict[tuple[nn.Parameter, int], nn.Parameter]
@@ -95,9 +87,10 @@ def replace_batchnorm(
     """Replace the batch norms of a model by mode norms, in place.
 
     Parameters, running statistics, eps, momentum, device, dtype, `training`, `requires_grad` and
-    hooks are taken over; every mode starts from the batch norm's statistics. So a trained model
-    computes in evaluation what it did before, and fine-tuning starts there. In training the gates,
-    which start with noise, matter at once. Modules that occur several times stay shared.
+    hooks (of forward, backward and state dicts) are taken over; every mode starts from the batch
+    norm's statistics. So a trained model computes in evaluation what it did before, and fine-tuning
+    starts there. In training the gates, which start with noise, matter at once. Modules that occur
+    several times stay shared.
 
     Args:
         model: changed in place. A batch norm by itself can't be: take it from the result's "".
@@ -157,6 +150,7 @@ def replace_batchnorm(
     _warn_about(found, model, mention_left=where is None)
     if optimizer is not None:
         add_gates(optimizer, {found[module]: (module, norm) for module, norm in norms.items()})
+    give_hooks(norms.values())
     _swap(model, replaced)
     return {name: replaced[module] for module, name in found.items()}
 
@@ -177,8 +171,9 @@ def to_batchnorm(model: nn.Module, tolerance: float = 0.0) -> dict[str, nn.Modul
 
     Args:
         model: changed in place. A mode norm by itself can't be: take it from the result's "".
-        tolerance: largest difference between modes: of means in standard deviations, of variances
-            and parameters relative to them. Modes are averaged.
+        tolerance: largest difference between any two modes, in each channel: of means in the modes'
+            smallest standard deviation, of variances (with eps) relative to the smallest, of
+            parameters to the smallest absolute value. Modes are averaged.
 
     Returns:
         The batch norms by name; empty if no layer acts as one.
@@ -213,6 +208,7 @@ def turn_to_batchnorm(model: nn.Module, found: Mapping[nn.Module, str]) -> dict[
             stacklevel=3,
         )
     replaced = {module: _batch_norm(module) for module in found}
+    give_hooks(replaced.values())
     _swap(model, replaced)
     return {name: replaced[module] for module, name in found.items()}
 
@@ -243,20 +239,8 @@ def _mode_norm(old: Any, name: str, num_modes: int, options: Options, fallback: 
         share_statistics(layer, old.process_group, name)
     if not lazy:
         _take_statistics(old, layer)
-    _take_hooks(old, layer)
+    take_hooks(old, layer)
     return layer.train(old.training)
-
-
-def _take_hooks(old: Any, new: nn.Module) -> None:
-    """The same dicts, so that a hook's handle still removes it; lazy norms have their own."""
-    own = {old._initialize_hook.id} if isinstance(old, LazyModuleMixin) else set()
-    for name in HOOKS:
-        hooks = getattr(old, name)
-        if own:
-            getattr(new, name).update({key: h for key, h in hooks.items() if key not in own})
-        else:
-            setattr(new, name, hooks)
-    new._is_full_backward_hook = old._is_full_backward_hook
 
 
 @torch.no_grad()
@@ -332,11 +316,11 @@ def acts_as_batchnorm(module: nn.Module, tolerance: float) -> bool:
         return True
     if module.running_mean is None or module.running_var is None:
         return False
-    var = module.running_var[0] + module.eps
+    var = module.running_var.amin(0) + module.eps
     pairs = [(module.running_mean, var.sqrt()), (module.running_var, var)]
     if module.per_mode_affine:
-        pairs += [(p, p[0].abs()) for p in (module.weight, module.bias) if p is not None]
-    return all(bool(((t - t[0]).abs() <= tolerance * scale).all()) for t, scale in pairs)
+        pairs += [(p, p.abs().amin(0)) for p in (module.weight, module.bias) if p is not None]
+    return all(bool((t.amax(0) - t.amin(0) <= tolerance * s).all()) for t, s in pairs)
 
 
 def _batch_norm(layer: Any) -> nn.Module:
@@ -369,7 +353,7 @@ def _batch_norm(layer: Any) -> nn.Module:
         norm.num_batches_tracked.copy_(layer.num_batches_tracked)
     if isinstance(layer, ModeNormAct2d):
         norm.drop, norm.act = layer.drop, layer.act
-    _take_hooks(layer, norm)
+    take_hooks(layer, norm)
     return norm.train(layer.training)
 
 

@@ -33,8 +33,11 @@ MOST_SAMPLES = 2048  # of one layer's samples, for choosing what to merge
 
 
 def furthest(path: Sequence[Stop], limit: float) -> Stop:
-    """The last stop of a layer's path that changes its output by no more than the limit."""
-    return [stop for stop in path if stop.change <= limit][-1]
+    """The last stop of a layer's path that changes its output by no more than the limit.
+
+    The first one, where nothing has changed, is always allowed.
+    """
+    return [path[0], *(stop for stop in path[1:] if stop.change <= limit)][-1]
 
 
 class LayerView:
@@ -73,9 +76,9 @@ class LayerView:
             kept.append(moment.to("cpu", copy=True))
 
     def take_gates(self, gates: Tensor) -> None:
-        """Hear the gates of a forward; those of a mode group norm follow from its input."""
-        if gates.ndim == 2:
-            self._gates.append(gates.detach().cpu())
+        """Hear the gates of a forward; those of a mode group norm as means over its channels."""
+        usage = gates if gates.ndim == 2 else gates.mean(1)
+        self._gates.append(usage.detach().cpu())
 
     def path(self) -> list[Stop]:
         """The layer with ever fewer modes, and how much its output changes."""
@@ -85,26 +88,25 @@ class LayerView:
             self.note = self.note or "left: it was not used"
         if self.note:
             return stops
-        search = self._search()
-        self.shares = search.shares
+        usage = torch.cat(self._gates)
+        self.shares = usage.double().mean(0)
+        search = self._search(_chosen(usage))
         while len(stops[-1].groups) > 1:
             stops.append(min(search.steps(stops[-1]), key=self._cost))
         return stops
 
-    def _search(self) -> ModeSearch | ChannelSearch:
-        mean, var = self._heard(self._means), self._heard(self._vars)
+    def _search(self, chosen: Tensor) -> ModeSearch | ChannelSearch:
+        mean, var, gates = (
+            torch.cat(heard)[chosen].to(self._device, torch.float64)
+            for heard in (self._means, self._vars, self._gates)
+        )
         if isinstance(self.layer, ModeGroupNorm):
             return ChannelSearch(self.layer, mean, var)
-        logs = self._heard(self._gates).clamp_min(SMALLEST_GATE).log()
-        search = ModeSearch(self.layer, mean, var, logs)
+        logs = gates.clamp_min(SMALLEST_GATE).log()
+        search = ModeSearch(self.layer, mean, var, logs, self.shares)
         self._statistics = statistics_distances(*search.estimates, self.layer.eps).cpu()
         self._between = (logs[:, :, None] - logs[:, None]).std(0, correction=0).cpu()
         return search
-
-    def _heard(self, parts: list[Tensor]) -> Tensor:
-        """What was heard in all forwards, of evenly spaced samples where there are many."""
-        every = -(-sum(map(len, parts)) // MOST_SAMPLES)
-        return torch.cat(parts)[::every].to(self._device, torch.float64)
 
     def _cost(self, stop: Stop) -> float:
         """The change; of equal ones, dead modes are rather dropped and living ones merged."""
@@ -141,6 +143,18 @@ class LayerView:
             change=stop.change,
             batchnorm=batchnorm,
         )
+
+
+def _chosen(usage: Tensor) -> Tensor:
+    """The samples that decide: all, or of many some at random, since they may come in turns.
+
+    With the one that uses it most for each mode: rare ones would seem to make no difference.
+    """
+    if len(usage) <= MOST_SAMPLES:
+        return torch.arange(len(usage))
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randperm(len(usage), generator=generator)[:MOST_SAMPLES]
+    return torch.cat([drawn, usage.argmax(0)]).unique()
 
 
 def leave_shared(views: Iterable[LayerView]) -> None:

@@ -192,7 +192,7 @@ class ModeNorm(Heard, Float32Buffers):
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         self._spread_batchnorm(state_dict, prefix)
-        explain_modes(self.num_modes, state_dict, prefix, args[-1])
+        explain_modes(self, state_dict, prefix, args[-1])
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _spread_batchnorm(self, state_dict: Any, prefix: str) -> None:
@@ -379,7 +379,7 @@ class ModeGroupNorm(Heard):
         return y
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
-        explain_modes(self.num_modes, state_dict, prefix, args[-1])
+        explain_modes(self, state_dict, prefix, args[-1])
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:

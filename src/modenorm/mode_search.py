@@ -48,11 +48,14 @@ class ModeSearch:
         mean: m, (N, C), of the layer's inputs.
         var: (N, C), of its inputs.
         logs: (N, K), of its gates.
+        shares: (K,), mean gate of each mode, by which merged ones are weighted.
     """
 
-    def __init__(self, layer: ModeNorm, mean: Tensor, var: Tensor, logs: Tensor) -> None:
+    def __init__(
+        self, layer: ModeNorm, mean: Tensor, var: Tensor, logs: Tensor, shares: Tensor
+    ) -> None:
         self.logs, self.gates = logs, logs.exp()
-        self.shares = self.gates.mean(0).cpu()
+        self.shares = shares
         self._mean, self._deviations = mean, var.sqrt()
         self._eps = layer.eps
         assert layer.running_mean is not None
@@ -145,8 +148,6 @@ class ChannelSearch:
         self._before = scale, shift = self._map(tuple((k,) for k in range(layer.num_modes)))
         square = scale**2 * var + (shift - shift.mean(0)) ** 2
         self._size = float(square.mean().sqrt()) or 1.0
-        weight, bias = self._gate
-        self.shares = torch.softmax(mean[..., None] * weight + bias, -1).mean((0, 1)).cpu()
 
     def steps(self, stop: Stop) -> list[Stop]:
         """Every way to have one mode less."""

@@ -24,13 +24,15 @@ from modenorm.parameters import check_optimizer, exchange_parameter
 from modenorm.pruning_report import LayerPruning, Pruning
 from modenorm.recording import mode_layers
 from modenorm.resizing import Layer
-from modenorm.selection import check_model, listed
+from modenorm.selection import check_model, check_unwrapped, listed
 from modenorm.switches import has_switches
 from modenorm.threads import one_thread
 
 __all__ = ["DEFAULT_TOLERANCE", "LayerPruning", "Pruning", "prune_modes"]
 
 DEFAULT_TOLERANCE = 0.05
+UNCHANGED = -math.inf  # a limit that leaves every layer as it is
+ROUNDING = 1e-6  # what may become of modes that make no difference: sums of fewer terms
 
 
 @torch.inference_mode(False)  # parameters made in it could not be trained
@@ -50,7 +52,8 @@ def prune_modes(
     In each layer the change that dropping a mode or merging two makes to the layer's output is
     worked out, and the smallest is made first. All layers go as far as the same change of their
     outputs; that is chosen as large as the model's own outputs, in evaluation, allow. With a
-    tolerance of 0 nothing is changed but what makes no difference at all.
+    tolerance of 0 nothing is changed but what makes no difference at all, apart from rounding:
+    where no layer's output changes, the model's may by 1e-6.
 
     Gates must end in a linear layer of their own; other layers are left, and so are those that got
     their gates from outside. Parameters stay the same objects.
@@ -62,7 +65,8 @@ def prune_modes(
         tolerance: Largest root mean square change of the model's outputs, relative to their
             standard deviation.
         optimizer: An optimizer of the model, whose state is changed along.
-        batchnorm: Turn layers that end with one mode into batch norms, as `to_batchnorm` does. An
+        batchnorm: Turn layers that end with one mode into batch norms, as `to_batchnorm` does. What
+            that changes, by rounding alone, is measured too, but not held to the tolerance. An
             optimizer keeps the gate's parameters, which then have no effect.
 
     Returns:
@@ -80,6 +84,7 @@ def prune_modes(
     """
     if not tolerance >= 0:
         raise ValueError(f"tolerance is {tolerance}; it must be at least 0")
+    check_unwrapped(model, "other shapes; prune the module inside, then wrap it again")
     if batchnorm:
         check_model(model)
     layers = mode_layers(model)
@@ -118,11 +123,12 @@ def _prune(
         trial = copy.deepcopy(model)
         for name, layer in mode_layers(trial).items():
             views[name].shrink(layer, furthest(paths[name], limit))
-        found[limit] = _change(trial, inputs, before, scale, tolerance)
-        return found[limit] <= tolerance
+        most = tolerance if limit > 0 else max(tolerance, ROUNDING)
+        found[limit] = _change(trial, inputs, before, scale, most)
+        return found[limit] <= most
 
-    changes = sorted({s.change for path in paths.values() for s in path if s.change < math.inf})
-    limit = _largest(changes, tolerated)
+    changes = {s.change for path in paths.values() for s in path[1:] if s.change < math.inf}
+    limit = _largest([UNCHANGED, *sorted(changes)], tolerated)
     stops = {name: furthest(path, limit) for name, path in paths.items()}
     for name, layer in layers.items():
         views[name].shrink(layer, stops[name], optimizer)
@@ -166,7 +172,7 @@ def _turn_to_batchnorm(
 
 
 def _largest(limits: Sequence[float], tolerated: Callable[[float], bool]) -> float:
-    """The largest tolerated limit, by bisection; the first one is taken to be so."""
+    """The largest tolerated limit, by bisection; the first one, that changes nothing, is so."""
     low, high = 0, len(limits)
     while high - low > 1:
         middle = (low + high) // 2

@@ -17,6 +17,8 @@ __all__ = ["LayerPruning", "Pruning"]
 class LayerPruning:
     """What happened to the modes of one layer.
 
+    Of more than 2048 samples, `gate_distances` and `change` are those of a random part.
+
     Attributes:
         name: The layer's name in the model, "" for the model itself.
         before: Its number of modes.

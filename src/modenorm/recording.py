@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -68,7 +68,8 @@ class _Track:
             gates = gates.detach()
         values = gates.numel()
         if values > self._limit:
-            gates = gates[:: -(-values // self._limit)].clone()
+            most = self._limit // (values // len(gates))  # samples
+            gates = gates[:: -(-len(gates) // most)].clone()
             values = gates.numel()
         self._kept.append(gates)
         self._steps.append(step)
@@ -145,9 +146,10 @@ def record_gates(model: nn.Module, limit: int = DEFAULT_LIMIT) -> Iterator[GateR
 
     Args:
         model: Any model.
-        limit: Most values kept of one layer. When more arrive, every second forward is forgotten,
-            so what is kept stays spread over the whole recording (`steps` tells which forwards);
-            of a single forward beyond the limit, evenly spaced samples are kept.
+        limit: Most values kept of one layer, no fewer than one sample has. When more arrive, every
+            second forward is forgotten, so what is kept stays spread over the whole recording
+            (`steps` tells which forwards); of a single forward beyond the limit, evenly spaced
+            samples are kept.
 
     Example:
         >>> import modenorm, torch
@@ -157,13 +159,24 @@ def record_gates(model: nn.Module, limit: int = DEFAULT_LIMIT) -> Iterator[GateR
         >>> {name: [g.shape for g in seen] for name, seen in gates.items()}
         {'1': [torch.Size([16, 4])]}
     """
-    if limit < 1:
-        raise ValueError(f"limit is {limit}; it must be at least 1 value per layer")
+    layers = mode_layers(model)
+    _check_limit(limit, layers)
     recording = GateRecording(limit)
-    layers = mode_layers(model).items()
-    heard = [(layer, recording._listener(name)) for name, layer in layers]
+    heard = [(layer, recording._listener(name)) for name, layer in layers.items()]
     with _uncompiled, listening(heard):
         yield recording
+
+
+def _check_limit(limit: int, layers: Mapping[str, ModeNorm | ModeGroupNorm]) -> None:
+    if limit < 1:
+        raise ValueError(f"limit is {limit}; it must be at least 1 value per layer")
+    for name, layer in layers.items():
+        one = layer.num_modes * (layer.num_channels if isinstance(layer, ModeGroupNorm) else 1)
+        if one > limit:
+            raise ValueError(
+                f"limit is {limit}, but one sample of {name or 'the layer'} has {one} gates; give "
+                f"at least that many"
+            )
 
 
 class _Uncompiled:

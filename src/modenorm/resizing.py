@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from modenorm.checks import check_count
-from modenorm.gates import LinearGate
 from modenorm.layers import ModeGroupNorm, ModeNorm
-from modenorm.state import modes_in
+from modenorm.state import last_linear, modes_in
 
 __all__ = [
     "close_modes", "combine_modes", "group_members", "group_weights", "last_linear", "match_modes",
@@ -24,20 +23,6 @@ __all__ = [
 
 Layer = ModeNorm | ModeGroupNorm
 CLOSED = -1e4  # a logit that leaves its mode nothing, whatever the others are, in any precision
-
-
-def last_linear(gate: nn.Module, num_modes: int) -> Any:
-    """The layer with a weight (K, …) and a bias (K,) that makes a gate's logits; None if unknown.
-
-    Example:
-        >>> last_linear(nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 2)), 2)
-        Linear(in_features=4, out_features=2, bias=True)
-    """
-    while isinstance(gate, nn.Sequential) and len(gate):
-        gate = gate[-1]
-    if not isinstance(gate, LinearGate | nn.Linear) or gate.bias is None:
-        return None
-    return gate if gate.bias.shape == (num_modes,) else None
 
 
 def mode_rows(layer: Layer) -> list[nn.Parameter]:
@@ -226,9 +211,9 @@ def set_num_modes(layer: Layer, num_modes: int) -> None:
 def close_modes(model: nn.Module, pruned: nn.Module) -> list[nn.Parameter]:
     """Let a model compute what its pruned copy does, with every tensor in its place and shape.
 
-    For steps that are captured or compiled and can't go on with fewer modes. The first modes of
-    each mode norm become those of the copy. The others get a bias so low that they receive no
-    sample and no gradient: they stay closed in further training, until they are pruned.
+    For steps that are captured, compiled or wrapped and can't go on with fewer modes. The first
+    modes of each mode norm become those of the copy. The others get a bias so low that they receive
+    no sample and no gradient: they stay closed in further training, until they are pruned.
 
     Args:
         model: Changed in place.
@@ -284,11 +269,14 @@ def match_modes(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, tu
         >>> model.load_state_dict(pruned.state_dict())
         <All keys matched successfully>
     """
+    wanted = {
+        name: (layer, modes_in(layer, state_dict, f"{name}." if name else ""))
+        for name, layer in model.named_modules()
+        if isinstance(layer, Layer)
+    }  # of all before any changes: layers may have a gate in common
     changed = {}
-    for name, layer in model.named_modules():
-        if isinstance(layer, Layer):
-            wanted = modes_in(state_dict, f"{name}." if name else "")
-            if wanted is not None and wanted != layer.num_modes:
-                changed[name] = (layer.num_modes, wanted)
-                set_num_modes(layer, wanted)
+    for name, (layer, num_modes) in wanted.items():
+        if num_modes is not None and num_modes != layer.num_modes:
+            changed[name] = (layer.num_modes, num_modes)
+            set_num_modes(layer, num_modes)
     return changed

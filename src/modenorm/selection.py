@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 __all__ = [
-    "Where", "batchnorms", "check_convertible", "check_model", "is_timm_act", "listed", "modes_of",
-    "select",
+    "Where", "batchnorms", "check_convertible", "check_model", "check_unwrapped", "is_timm_act",
+    "listed", "modes_of", "select",
 ]  # fmt: skip
 
 Where = str | Sequence[str] | Callable[[str, nn.Module], bool] | None
@@ -25,17 +25,13 @@ def check_model(model: nn.Module) -> None:
     """Refuse models whose layers can't be exchanged, or not any more."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is {model!r}; expected an nn.Module")
+    check_unwrapped(model, "new parameters; convert the model before wrapping it")
     for name, module in model.named_modules():
         kind, at = type(module).__name__, f" at {name!r}" if name else ""
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(
                 f"the model has a compiled {kind}{at}, whose layers are fixed; convert the Python "
                 f"model, then script or trace it"
-            )
-        if SHARDED & {base.__name__ for base in type(module).__mro__}:
-            raise ValueError(
-                f"the model is wrapped in {kind}{at}, which doesn't see new parameters; convert "
-                f"the model before wrapping it"
             )
         path = type(module).__module__
         if path.startswith(("torch.ao.", "torchao.")) and not path.endswith(".stubs"):
@@ -44,6 +40,14 @@ def check_model(model: nn.Module) -> None:
                 f"norms into account; convert the float model first. Mode norms stay float: see "
                 f"quantization in docs/conversion.md"
             )
+
+
+def check_unwrapped(model: nn.Module, message: str) -> None:
+    """Refuse models inside of a wrapper that knows their parameters as they were."""
+    for name, module in model.named_modules():
+        if SHARDED & {base.__name__ for base in type(module).__mro__}:
+            kind, at = type(module).__name__, f" at {name!r}" if name else ""
+            raise ValueError(f"the model is wrapped in {kind}{at}, which doesn't see {message}")
 
 
 def batchnorms(model: nn.Module) -> dict[nn.Module, list[str]]:

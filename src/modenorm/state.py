@@ -1,32 +1,65 @@
-"""What a state dict says about the number of modes of a layer."""
+"""Which tensors of a layer have a row for each mode, and what a state dict says of their number.
+
+Letters: K modes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["explain_modes", "modes_in"]
+from modenorm.gates import LinearGate
+
+__all__ = ["explain_modes", "last_linear", "modes_in"]
 
 
-def modes_in(state_dict: Mapping[str, Any], prefix: str) -> int | None:
-    """K of the layer with this prefix in a state dict; None if it has no modes."""
-    for name, ndim in (("running_mean", 2), ("gate_weight", 1), ("gate.weight", 2)):
+def last_linear(gate: nn.Module, num_modes: int) -> Any:
+    """The layer with a weight (K, …) and a bias (K,) that makes a gate's logits; None if unknown.
+
+    Example:
+        >>> last_linear(nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 2)), 2)
+        Linear(in_features=4, out_features=2, bias=True)
+    """
+    while isinstance(gate, nn.Sequential) and len(gate):
+        gate = gate[-1]
+    if not isinstance(gate, LinearGate | nn.Linear) or gate.bias is None:
+        return None
+    return gate if gate.bias.shape == (num_modes,) else None
+
+
+def modes_in(layer: Any, state_dict: Mapping[str, Any], prefix: str) -> int | None:
+    """K of a mode norm or mode group norm in a state dict; None if that doesn't tell."""
+    for name, ndim in _with_modes(layer).items():
         tensor = state_dict.get(prefix + name)
         if isinstance(tensor, Tensor) and tensor.ndim == ndim:
             return len(tensor)
     return None
 
 
+def _with_modes(layer: Any) -> dict[str, int]:
+    """The numbers of dimensions of tensors with a row for each mode, by name."""
+    if not hasattr(layer, "gate"):
+        return {"gate_weight": 1}
+    known = {"running_mean": 2}
+    linear = last_linear(layer.gate, layer.num_modes)
+    if linear is not None:
+        name = next(name for name, module in layer.named_modules() if module is linear)
+        known |= {f"{name}.weight": 2, f"{name}.bias": 1}
+    if layer.per_mode_affine:
+        known |= {"weight": 2, "bias": 2}
+    return known
+
+
 def explain_modes(
-    num_modes: int, state_dict: Mapping[str, Any], prefix: str, errors: list[str]
+    layer: Any, state_dict: Mapping[str, Any], prefix: str, errors: list[str]
 ) -> None:
     """Say in words what torch only says in shapes."""
-    found = modes_in(state_dict, prefix)
-    if found not in (None, num_modes):
+    found = modes_in(layer, state_dict, prefix)
+    if found not in (None, layer.num_modes):
         errors.append(
             f"{prefix.removesuffix('.') or 'the layer'} has num_modes={found} in this state, but "
-            f"num_modes={num_modes} in the model: call modenorm.match_modes(model, "
+            f"num_modes={layer.num_modes} in the model: call modenorm.match_modes(model, "
             f"state_dict) before loading, or make the model with the numbers it was saved with."
         )

@@ -1,0 +1,48 @@
+"""Hooks of a module, taken over by the one that replaces it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
+
+__all__ = ["give_hooks", "take_hooks"]
+
+HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+def take_hooks(old: Any, new: nn.Module) -> None:
+    """The same dicts, so that a hook's handle still removes it; lazy norms have their own."""
+    lazy = isinstance(old, LazyModuleMixin)
+    own = {old._initialize_hook.id, old._load_hook.id} if lazy else set()
+    for name in HOOKS:
+        hooks = getattr(old, name)
+        if lazy:
+            getattr(new, name).update({key: h for key, h in hooks.items() if key not in own})
+        else:
+            setattr(new, name, hooks)
+    new._is_full_backward_hook = old._is_full_backward_hook
+
+
+def give_hooks(modules: Iterable[nn.Module]) -> None:
+    """Tell hooks that are kept with their module, as some are, that it is another one now."""
+    for module in modules:
+        hooks: Iterable[Any] = module._load_state_dict_pre_hooks.values()
+        for hook in hooks:
+            if getattr(hook, "with_module", False):
+                hook.module = weakref.ref(module)
