@@ -192,3 +192,32 @@ def recalibrated(rank):
 
 def test_recalibrate(world):
     world.check(recalibrated)
+
+
+@ignore_warnings
+def switched(rank, given):
+    """Steps with switches, each rank with its own samples and draws; then they are removed."""
+    model = network()
+    if given == "module":
+        penalty = modenorm.ModeSparsity(model, 0.1, "switch")
+    wrapped = DistributedDataParallel(model)
+    if given == "wrapper":
+        penalty = modenorm.ModeSparsity(wrapped, 0.1, "switch")
+    optimizer = torch.optim.Adam([*model.parameters(), *penalty.parameters()], 0.1)
+    torch.manual_seed(rank)
+    for _ in range(4):
+        optimizer.zero_grad()
+        (wrapped(torch.randn(4, 2, 8, 8).double()).pow(3).sum() + penalty()).backward()
+        optimizer.step()
+    learnt = penalty.log_odds.detach().clone()
+    penalty.remove()
+    return learnt, [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("given", ["wrapper", "module"])
+def test_switches_of_all_ranks_learn_the_same(world, given):
+    (first, parameters), *others = world.check(switched, given)
+    assert not torch.allclose(first, first[:1].expand_as(first))
+    for learnt, theirs in others:
+        assert torch.equal(learnt, first)
+        assert all(map(torch.equal, theirs, parameters))
