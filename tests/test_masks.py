@@ -35,6 +35,16 @@ def test_shares_count_the_positions_of_the_mask(name):
     torch.testing.assert_close(layer.running_share, torch.tensor([1 / 3, 1 / 6]).double())
 
 
+@pytest.mark.parametrize("update", ["paper", "usage"])
+def test_a_batch_that_is_masked_out_leaves_all_buffers_alone_in_the_reference(update):
+    layer = make_layer(3, 2, running_update=update)
+    before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+    with modenorm.use_backend("reference"):
+        y = layer(data(4, 3, 5, 5), mask=torch.zeros(4, 5, 5, dtype=torch.bool))
+    assert y.isfinite().all()
+    assert all(torch.equal(buffer, before[name]) for name, buffer in layer.named_buffers())
+
+
 def test_mask_with_a_channel_axis_and_half_type():
     layer = make_layer(3, 2, 2, dtype=torch.float32)
     x, mask = data(6, 3, dtype=torch.bfloat16), torch.tensor([True] * 5 + [False])

@@ -13,6 +13,7 @@ from compare import (
     assert_close,
     assert_same,
     data,
+    double,
     make_layer,
     one_hot,
     run,
@@ -219,6 +220,18 @@ def test_backends_agree_with_the_reference_backend():
     with modenorm.use_backend("reference"):
         expected = run(layer, x, upstream)
     assert_same(run(layer, x, upstream), expected, torch.float32)
+
+
+@pytest.mark.parametrize("update", ["paper", "usage"])
+def test_a_mode_without_samples_is_the_same_in_the_reference_backend(update, backend):
+    layer = make_layer(3, 2, running_update=update)
+    x, upstream, gates = data(6, 3, 4, 5), double(6, 3, 4, 5), one_hot([0] * 6, 2)
+    actual = run(layer, x, upstream, gates)
+    with modenorm.use_backend("reference"):
+        expected = run(layer, x, upstream, gates)
+    assert_same(actual, expected, torch.float64)
+    for name, buffer in expected.buffers.items():
+        assert torch.equal(buffer[1], layer.get_buffer(name)[1]), name
 
 
 # Degenerate cases: what batch normalization gives.

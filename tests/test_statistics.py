@@ -134,6 +134,14 @@ def test_recalibrate_averages_a_mode_over_the_batches_that_have_it(update, backe
     assert all(torch.equal(b, before[n]) for n, b in model.auxiliary.named_buffers())
 
 
+def test_recalibrate_with_the_reference():
+    model, (x,) = Head("paper"), batches(1)
+    with modenorm.use_backend("reference"):
+        modenorm.recalibrate(model, [[(x, one_hot([1] * 6, 3))]])
+    assert_close(model.norm.running_mean[1], x.mean((0, 2, 3)), 1e-12)
+    assert (model.norm.running_mean[::2] == 7).all()
+
+
 @pytest.mark.parametrize("update", ["paper", "usage"])
 @pytest.mark.parametrize("gate", [None, modenorm.StandardizedGate])
 @pytest.mark.parametrize("bad", ["nan", "empty"])

@@ -314,17 +314,18 @@ def _reference_modes(call: _Call) -> tuple[Tensor, Tensor]:
         raise ValueError('the "reference" backend sees one process only; use "eager"')
     pooled = plain.moments(x, False)[0] if mask is None else plain.masked_moments(x, mask)[0]
     gates = _gates_of(call, pooled, x)
-    momentum, finite = options.momentum, bool(pooled.isfinite().all() & gates.isfinite().all())
-    if options.training and (recomputing() or not finite):
+    counts = gates.new_ones(len(gates)) if mask is None else mask.flatten(1).sum(1)
+    mass = (gates.detach() * counts[:, None]).sum(0)
+    usable = bool(pooled.isfinite().all() & gates.isfinite().all() & (mass > 0).any())
+    momentum = options.momentum
+    if options.training and (recomputing() or not usable):
         estimates = None
     if options.training and estimates is not None and estimates.share is not None:
         if momentum is None:
             raise ValueError(
                 'the "reference" backend has no momentum=None with "usage"; use "eager"'
             )
-        counts = gates.new_ones(len(gates)) if mask is None else mask.flatten(1).sum(1)
-        mass = (gates.detach() * counts[:, None]).sum(0)
-        estimates.share.add_(mass / counts.sum().clamp_min(1))
+        estimates.share.add_(mass / counts.sum())
     tracked = None if estimates is None else estimates.num_batches_tracked
     if tracked is not None and options.training:
         tracked.add_(1)
