@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import modenorm
-from compare import assert_close
+from compare import assert_close, double
 from modenorm.gates import LinearGate, StandardizedGate, make_gate
 
 
@@ -112,6 +112,33 @@ def test_custom_gate_gets_features_of_its_own_type(gate_dtype, backend):
     y = layer(torch.randn(4, 5, 2, 2, dtype=torch.float16))
     assert seen == [gate_dtype]
     assert y.dtype == torch.float16
+
+
+def in_place(features):
+    return features.relu_()[:, :2] * 2
+
+
+@pytest.mark.parametrize("name", ["reference", "eager", "fused"])
+@pytest.mark.parametrize("module", [True, False], ids=["module", "function"])
+@pytest.mark.parametrize("shape", [(6, 3), (6, 3, 4)], ids=str)
+@pytest.mark.parametrize("training", [True, False])
+def test_gate_that_works_in_place(training, shape, module, name):
+    class Gate(nn.Module):
+        def forward(self, features):
+            return in_place(features)
+
+    x, upstream = double(*shape), double(*shape)
+    state = torch.randn(2, 3).double(), torch.rand(2, 3).double() + 0.5
+    gate, results = Gate() if module else in_place, []
+    for given in (gate, lambda features: in_place(features.clone())):
+        leaf = x.clone().requires_grad_()
+        buffers = [tensor.clone() for tensor in state]
+        with modenorm.use_backend(name):
+            y = modenorm.functional.mode_norm(leaf, given, *buffers, training=training)
+        y.backward(upstream)
+        assert torch.equal(leaf, x)
+        results.append((y, leaf.grad, *buffers))
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
 def test_gate_without_parameters(backend):

@@ -223,8 +223,11 @@ def reset_gate(gate: nn.Module) -> None:
 
 
 def features_for(gate: Gate, pooled: Tensor) -> Tensor:
-    """A gating network of the user's own gets features of its own parameters' type."""
-    if isinstance(gate, nn.Module) and not isinstance(gate, LinearGate):
-        parameter = next(gate.parameters(), pooled)
-        return pooled.to(parameter.dtype)
-    return pooled
+    """A gating network of the user's own gets a copy, of its own parameters' type.
+
+    It may work in place, and pooled features are needed again; those of (N, C) input are x itself.
+    """
+    if isinstance(gate, LinearGate):
+        return pooled
+    parameter = next(gate.parameters(), pooled) if isinstance(gate, nn.Module) else pooled
+    return pooled.to(parameter.dtype, copy=True)
