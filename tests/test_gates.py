@@ -1,5 +1,7 @@
 """Gating networks: what they compute, how they start, what they remember."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -67,6 +69,19 @@ def test_standardized_gate_with_one_sample_uses_its_estimates():
     gate(torch.randn(6, 5))
     before, features = gate.running_mean.clone(), torch.randn(1, 5)
     assert_close(gate.train()(features), gate.eval()(features), 1e-6)
+    assert torch.equal(gate.running_mean, before)
+
+
+def test_standardized_gate_takes_the_samples_that_count():
+    gate, features = StandardizedGate(5, 3).double(), double(6, 5) + 3
+    counted = torch.tensor([True, False, True, True, False, True])
+    other = copy.deepcopy(gate)
+    assert_close(gate(features, counted)[counted], other(features[counted]), 1e-12)
+    assert_close(gate.running_var, other.running_var, 1e-12)
+    assert torch.autograd.gradcheck(lambda f: gate(f, counted), features.requires_grad_())
+    before = gate.running_mean.clone()
+    one = torch.arange(6) == 2
+    assert_close(gate(features, one), gate.eval()(features), 1e-12)
     assert torch.equal(gate.running_mean, before)
 
 

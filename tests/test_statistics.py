@@ -153,6 +153,14 @@ def test_recalibrate_keeps_estimates_that_no_batch_gives(bad, gate, update):
     assert all(torch.equal(b, before[name]) for name, b in model.named_buffers())
 
 
+def test_recalibrate_takes_the_samples_that_count():
+    model, (x,) = Head("paper", modenorm.StandardizedGate), batches(1)
+    mask = torch.ones(6, 8, 8, dtype=torch.bool)
+    mask[4:] = False
+    modenorm.recalibrate(model, [[(x, None, mask)]])
+    assert_close(model.norm.gate.running_mean, x[:4].mean((0, 2, 3)), 1e-12)
+
+
 def test_recalibrate_leaves_out_batches_with_bad_numbers():
     layer, (x,) = modenorm.ModeNorm2d(2, 1).double(), batches(1)
     modenorm.recalibrate(layer, [x * torch.nan, x, x[:0]])

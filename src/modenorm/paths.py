@@ -16,7 +16,7 @@ from torch import Tensor
 from modenorm import exchange, mixing, reference
 from modenorm.buffers import recomputing
 from modenorm.checks import Options, check_input, masked
-from modenorm.gates import Gate, LinearGate, features_for
+from modenorm.gates import Gate, LinearGate, logits_of
 from modenorm.kernels import (
     channel_arrays,
     channel_operators,
@@ -353,7 +353,7 @@ def _gates_of(call: _Call, pooled: Tensor, x: Tensor) -> Tensor:
     if isinstance(gates, Tensor):
         given, name = gates.to(statistics_dtype(x)), "gates"
     else:
-        given, name = gates(features_for(gates, pooled)).to(pooled.dtype), "the gate's logits"
+        given, name = logits_of(gates, pooled, call.mask).to(pooled.dtype), "the gate's logits"
     wrong_modes = num_modes is not None and given.shape[-1] != num_modes
     if given.ndim != 2 or given.shape[0] != x.shape[0] or wrong_modes:
         # written only here: a compiler takes a number in a text for a constant
@@ -370,7 +370,7 @@ def _empty_modes(call: _Call) -> tuple[Tensor, Tensor]:
     x, gates, estimates, weight, bias, options, _ = call
     seen = x if isinstance(gates, Tensor) else x[:0]  # a gate learns nothing from no data
     mean, _ = plain.moments(x[:0], with_var=False)
-    gates = _gates_of(call, mean, seen)
+    gates = _gates_of(call._replace(mask=None), mean, seen)
     y = plain.empty_output(x, gates, weight, bias)
     if options.ranks is not None:
         batch = exchange.statistics(mean, torch.zeros_like(mean), gates[:0], options.ranks)
