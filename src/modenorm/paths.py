@@ -139,6 +139,7 @@ def normalize_channels(
             return plain.empty_output(x, gate_weight, gate_bias, weight, bias), gates
         backend = choose_backend(x)
         if backend == "reference":
+            weight, bias = mixing.written_out(weight, bias, 1, x.shape[1])
             y = reference.mode_group_norm(
                 x.to(dtype), gate_weight, gate_bias, weight, bias, eps, variance=variance
             )
@@ -331,6 +332,7 @@ def _reference_modes(call: _Call) -> tuple[Tensor, Tensor]:
         tracked.add_(1)
     if momentum is None and tracked is not None:
         momentum = 1 / max(1, int(tracked))
+    weight, bias = mixing.written_out(weight, bias, gates.shape[1], x.shape[1])
     y = reference.mode_norm(
         x.to(gates.dtype),
         gates,
