@@ -254,12 +254,14 @@ def test_empty_batch(options, shape, training, backend):
     assert_unchanged(layer, before)
 
 
-def test_empty_batch_with_gates_and_mask(backend):
-    layer = make_layer(3, 2)
+@pytest.mark.parametrize("gate", [modenorm.LinearGate, modenorm.StandardizedGate])
+def test_empty_batch_with_gates_and_mask(gate, backend):
+    layer = make_layer(3, 2, gate=gate)
     assert layer(torch.randn(0, 3, 4, 4).double(), gates=torch.zeros(0, 2)).shape == (0, 3, 4, 4)
     assert layer(torch.randn(2, 3, 0, 4).double(), gates=torch.ones(2, 2)).shape == (2, 3, 0, 4)
-    y = layer(torch.randn(0, 3, 4, 4).double(), mask=torch.ones(0, 4, 4, dtype=torch.bool))
-    assert y.shape == (0, 3, 4, 4)
+    for shape in ((0, 3, 4, 4), (2, 3, 0, 4)):
+        mask = torch.ones(shape[:1] + shape[2:], dtype=torch.bool)
+        assert layer(torch.randn(shape).double(), mask=mask).shape == shape
 
 
 def test_empty_batch_of_mode_group_norm(backend):

@@ -33,6 +33,7 @@ CALLS = {
     "modes absent from ranks": lambda: {"gates": one_hot([0, 0, 0, 0, 0, 1, 2, 2, 2], K)},
     "mode absent everywhere": lambda: {"gates": one_hot([0, 0, 0, 0, 0, 2, 2, 2, 2], K)},
     "mask": lambda: {"mask": torch.rand(N, 2, 5) > 0.4},
+    "padding": lambda: {"mask": torch.arange(N)[:, None, None].expand(N, 2, 5) % 3 != 1},
 }
 
 
@@ -91,6 +92,27 @@ def test_gates_and_masks(world, call):
         for options in ({}, {"running_update": "usage", "per_mode_affine": True}):
             for backend in ("fused", "eager"):
                 world.check(same_as_one_process, PARTS[parts], options, SHAPE, call, False, backend)
+
+
+def test_padding_and_a_standardized_gate(world):
+    options = {"gate": modenorm.StandardizedGate}
+    for parts in PARTS.values():
+        world.check(same_as_one_process, parts, options, SHAPE, "padding")
+
+
+def recalibrated(rank):
+    layer = make_layer(C, K, gate=modenorm.StandardizedGate)
+    synced = modenorm.convert_sync_modenorm(copy.deepcopy(layer))
+    x, _ = whole_batch(SHAPE)
+    modenorm.recalibrate(layer, [x, x + 1])
+    own = of_rank(rank, PARTS["uneven"], x)
+    modenorm.recalibrate(synced, [own, own + 1])
+    for name, buffer in layer.named_buffers():
+        assert_close(synced.get_buffer(name), buffer, 1e-12, name)
+
+
+def test_recalibration(world):
+    world.check(recalibrated)
 
 
 def test_every_kind_of_input(world):

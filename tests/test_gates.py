@@ -1,11 +1,13 @@
 """Gating networks: what they compute, how they start, what they remember."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 import modenorm
-from compare import assert_close
+from compare import assert_close, double
 from modenorm.gates import LinearGate, StandardizedGate, make_gate
 
 
@@ -70,6 +72,19 @@ def test_standardized_gate_with_one_sample_uses_its_estimates():
     assert torch.equal(gate.running_mean, before)
 
 
+def test_standardized_gate_takes_the_samples_that_count():
+    gate, features = StandardizedGate(5, 3).double(), double(6, 5) + 3
+    counted = torch.tensor([True, False, True, True, False, True])
+    other = copy.deepcopy(gate)
+    assert_close(gate(features, counted)[counted], other(features[counted]), 1e-12)
+    assert_close(gate.running_var, other.running_var, 1e-12)
+    assert torch.autograd.gradcheck(lambda f: gate(f, counted), features.requires_grad_())
+    before = gate.running_mean.clone()
+    one = torch.arange(6) == 2
+    assert_close(gate(features, one), gate.eval()(features), 1e-12)
+    assert torch.equal(gate.running_mean, before)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_standardized_gate_forgets_bad_batches(bad):
     gate, features = StandardizedGate(5, 3), torch.randn(6, 5)
@@ -112,6 +127,33 @@ def test_custom_gate_gets_features_of_its_own_type(gate_dtype, backend):
     y = layer(torch.randn(4, 5, 2, 2, dtype=torch.float16))
     assert seen == [gate_dtype]
     assert y.dtype == torch.float16
+
+
+def in_place(features):
+    return features.relu_()[:, :2] * 2
+
+
+@pytest.mark.parametrize("name", ["reference", "eager", "fused"])
+@pytest.mark.parametrize("module", [True, False], ids=["module", "function"])
+@pytest.mark.parametrize("shape", [(6, 3), (6, 3, 4)], ids=str)
+@pytest.mark.parametrize("training", [True, False])
+def test_gate_that_works_in_place(training, shape, module, name):
+    class Gate(nn.Module):
+        def forward(self, features):
+            return in_place(features)
+
+    x, upstream = double(*shape), double(*shape)
+    state = torch.randn(2, 3).double(), torch.rand(2, 3).double() + 0.5
+    gate, results = Gate() if module else in_place, []
+    for given in (gate, lambda features: in_place(features.clone())):
+        leaf = x.clone().requires_grad_()
+        buffers = [tensor.clone() for tensor in state]
+        with modenorm.use_backend(name):
+            y = modenorm.functional.mode_norm(leaf, given, *buffers, training=training)
+        y.backward(upstream)
+        assert torch.equal(leaf, x)
+        results.append((y, leaf.grad, *buffers))
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
 def test_gate_without_parameters(backend):

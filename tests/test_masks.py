@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import modenorm
-from compare import assert_same, data, make_layer, one_hot, run, run_reference
+from compare import assert_close, assert_same, data, make_layer, one_hot, run, run_reference
 from marks import TRAINING
 
 
@@ -35,6 +35,16 @@ def test_shares_count_the_positions_of_the_mask(name):
     torch.testing.assert_close(layer.running_share, torch.tensor([1 / 3, 1 / 6]).double())
 
 
+@pytest.mark.parametrize("update", ["paper", "usage"])
+def test_a_batch_that_is_masked_out_leaves_all_buffers_alone_in_the_reference(update):
+    layer = make_layer(3, 2, running_update=update)
+    before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+    with modenorm.use_backend("reference"):
+        y = layer(data(4, 3, 5, 5), mask=torch.zeros(4, 5, 5, dtype=torch.bool))
+    assert y.isfinite().all()
+    assert all(torch.equal(buffer, before[name]) for name, buffer in layer.named_buffers())
+
+
 def test_mask_with_a_channel_axis_and_half_type():
     layer = make_layer(3, 2, 2, dtype=torch.float32)
     x, mask = data(6, 3, dtype=torch.bfloat16), torch.tensor([True] * 5 + [False])
@@ -55,8 +65,29 @@ def test_mask_hides_what_the_padding_holds(backend):
         assert_same(dataclasses.replace(found, y=counts), expected, torch.float64)
 
 
-def test_full_mask_is_no_mask(backend):
-    layer = make_layer(3, 2, 3)
+@pytest.mark.parametrize("name", ["reference", "eager", "fused"])
+@pytest.mark.parametrize("gate", [modenorm.LinearGate, modenorm.StandardizedGate])
+def test_samples_of_padding_change_nothing(gate, name):
+    layer = make_layer(3, 2, 3, gate=gate)
+    x, upstream = data(4, 3, 8), torch.randn(4, 3, 8).double()
+    mask = torch.rand(4, 8) < 0.7
+    mask[:, 0] = True
+    x_padded, upstream_padded = (torch.cat([t, torch.zeros_like(t)]) for t in (x, upstream))
+    with modenorm.use_backend(name):
+        expected = run(layer, x, upstream, mask=mask)
+        padded = torch.cat([mask, torch.zeros_like(mask)])
+        found = run(layer, x_padded, upstream_padded, mask=padded)
+    assert not found.gradients["x"][4:].any()
+    found.y, found.gradients["x"] = found.y[:4], found.gradients["x"][:4]
+    assert_same(found, expected, torch.float64)
+    assert found.buffers.keys() == expected.buffers.keys()
+    for key, buffer in expected.buffers.items():
+        assert_close(found.buffers[key], buffer, 1e-12, key)
+
+
+@pytest.mark.parametrize("gate", [modenorm.LinearGate, modenorm.StandardizedGate])
+def test_full_mask_is_no_mask(gate, backend):
+    layer = make_layer(3, 2, 3, gate=gate)
     x, upstream = data(6, 3, 8), torch.randn(6, 3, 8).double()
     masked = run(layer, x, upstream, mask=torch.ones(6, 8, dtype=torch.bool))
     assert_same(masked, run(layer, x, upstream), torch.float64)

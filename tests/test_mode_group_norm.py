@@ -150,6 +150,24 @@ def test_functional_is_the_layer(backend):
     assert [name for name, _ in layer.named_parameters()] == list(NAMES[1:])
 
 
+@pytest.mark.parametrize("name", ["reference", "eager", "fused"])
+def test_one_weight_and_bias_for_all_channels(name):
+    x, gate = torch.randn(4, 6, 5), torch.randn(2, 2)
+    weight, bias = torch.randn(2, 1)
+    with modenorm.use_backend(name):
+        y = functional.mode_group_norm(x, *gate, weight, bias)
+        expected = functional.mode_group_norm(x, *gate) * weight + bias
+    assert_close(y, expected, 1e-6)  # a few roundings
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@pytest.mark.parametrize("shape", [(4, 6), (1, 6), (4, 1)], ids=str)
+def test_one_weight_or_bias_per_mode_is_refused(name, shape):
+    given = {name: torch.ones(shape)}
+    with pytest.raises(ValueError, match=rf"{name} has shape .*; expected \(6,\): "):
+        functional.mode_group_norm(torch.randn(4, 6, 5), torch.ones(4), torch.zeros(4), **given)
+
+
 def test_gates_learn():
     layer, x = make_layer(6, 2, "pooled"), torch.randn(4, 6, 5, 3).double()
     _, gradients = run(layer, x, torch.randn_like(x))

@@ -13,6 +13,7 @@ from compare import (
     assert_close,
     assert_same,
     data,
+    double,
     make_layer,
     one_hot,
     run,
@@ -213,12 +214,45 @@ def test_functional_takes_gates_or_a_gating_network(training, backend):
     assert_close(y[0], y[1], 1e-12)
 
 
+@TRAINING
+@pytest.mark.parametrize("name", ["reference", "eager", "fused"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(1,), (1, 3), (2, 1), (1, 1)], ids=str)
+def test_affine_parameters_that_serve_several_modes_or_channels(shape, dtype, name, training):
+    x, upstream = data(6, 3, 4, dtype=dtype), torch.randn(6, 3, 4, dtype=dtype)
+    gates, results = torch.rand(6, 2).to(dtype), []  # rows that don't sum to one
+    state = torch.randn(2, 3).to(dtype), torch.rand(2, 3).to(dtype) + 0.5
+    parameters = torch.randn(2, *shape).to(dtype).unbind()
+    for written_out in (False, True):
+        affine = [p.clone().requires_grad_() for p in parameters]
+        used = [p.expand((2, 3)[2 - p.ndim :]) for p in affine] if written_out else affine
+        leaves = [t.clone().requires_grad_() for t in (x, gates)]
+        with modenorm.use_backend("eager" if written_out else name):
+            y = functional.mode_norm(*leaves, *(t.clone() for t in state), *used, training)
+        y.backward(upstream)
+        results.append((y, *(t.grad for t in (*leaves, *affine))))
+    for found, expected in zip(*results, strict=True):
+        assert_close(found, expected, TOLERANCES[dtype])
+
+
 def test_backends_agree_with_the_reference_backend():
     layer = make_layer(3, 2, dtype=torch.float32)
     x, upstream = data(6, 3, 4, 5, dtype=torch.float32), torch.randn(6, 3, 4, 5)
     with modenorm.use_backend("reference"):
         expected = run(layer, x, upstream)
     assert_same(run(layer, x, upstream), expected, torch.float32)
+
+
+@pytest.mark.parametrize("update", ["paper", "usage"])
+def test_a_mode_without_samples_is_the_same_in_the_reference_backend(update, backend):
+    layer = make_layer(3, 2, running_update=update)
+    x, upstream, gates = data(6, 3, 4, 5), double(6, 3, 4, 5), one_hot([0] * 6, 2)
+    actual = run(layer, x, upstream, gates)
+    with modenorm.use_backend("reference"):
+        expected = run(layer, x, upstream, gates)
+    assert_same(actual, expected, torch.float64)
+    for name, buffer in expected.buffers.items():
+        assert torch.equal(buffer[1], layer.get_buffer(name)[1]), name
 
 
 # Degenerate cases: what batch normalization gives.

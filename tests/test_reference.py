@@ -71,6 +71,16 @@ def test_inference_is_algorithm_2():
     assert torch.equal(var, before[1])
 
 
+def test_a_mode_without_samples_adds_nothing_and_keeps_its_estimates():
+    x, mean, var = draw(N, C, L), draw(2, C), draw(2, C).exp()
+    first, before = one_hot([0] * N, 1), (mean.clone(), var.clone())
+    y = reference.mode_norm(x, one_hot([0] * N, 2), mean, var, training=True)
+    assert torch.equal(y, reference.mode_norm(x, first, training=True))
+    assert torch.equal(mean[1], before[0][1])
+    assert torch.equal(var[1], before[1][1])
+    assert not torch.equal(mean[0], before[0][0])
+
+
 def test_per_mode_affine_is_inside_the_sum():
     x, gates, weight, bias = draw(N, C, L), draw_gates(), draw(K, C), draw(K, C)
     y = reference.mode_norm(x, gates, weight=weight, bias=bias, training=True)

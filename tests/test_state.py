@@ -189,6 +189,18 @@ def test_batchnorm_state_evaluates_to_the_same(gate, update, per_mode_affine, as
     assert layer.running_mean.std(0).max() > 0
 
 
+@pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
+def test_batchnorm_state_is_not_forgotten_by_an_average_over_usage(assign):
+    norm, x = trained_batchnorm().double(), torch.randn(6, 3, 4, 5).double()
+    options = {"momentum": None, "running_update": "usage", "dtype": torch.float64}
+    layer = modenorm.ModeNorm2d(3, **options)
+    layer.load_state_dict(norm.state_dict(), assign=assign)
+    assert layer.running_share.tolist() == [1.5, 1.5]  # of three batches, as replace_batchnorm does
+    layer(x, gates=torch.full((6, 2), 0.5))
+    expected = (3 * norm.running_mean + x.mean((0, 2, 3))) / 4
+    assert_close(layer.running_mean, expected.expand(2, 3), 1e-12)
+
+
 def test_batchnorm_state_inside_a_model():
     bn = nn.Sequential(nn.Conv2d(2, 3, 3), trained_batchnorm(), nn.ReLU())
     mn = nn.Sequential(nn.Conv2d(2, 3, 3), modenorm.ModeNorm2d(3), nn.ReLU())
@@ -208,7 +220,7 @@ def test_batchnorm_state_of_old_torch_has_no_counter():
 def test_batchnorm_state_has_no_gate_for_a_layer_without_values():
     layer = modenorm.ModeNorm2d(3, device="meta", running_update="usage")
     state = trained_batchnorm().state_dict()
-    with pytest.raises(RuntimeError, match=r"Missing key.*running_share.*gate\.weight"):
+    with pytest.raises(RuntimeError, match=r"Missing key.*: \"gate\.weight"):
         layer.load_state_dict(state, assign=True)
     layer = modenorm.ModeNorm2d(3, device="meta")
     layer.gate.to_empty(device="cpu").reset_parameters()

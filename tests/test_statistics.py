@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import modenorm
-from compare import assert_close
+from compare import assert_close, one_hot
 
 
 def make_model(**options):
@@ -93,6 +93,79 @@ def test_recalibrate_takes_the_estimates_of_standardized_gates_along():
     modenorm.freeze_statistics(model, frozen=False)
     model.train()(data[0])  # and momentum counts again
     assert_close(gate.running_var, 0.9 * expected + 0.1 * features[0].var(0, correction=0), 1e-12)
+
+
+class Head(nn.Module):
+    """One norm that takes gates along, and one that evaluation does not reach."""
+
+    def __init__(self, update, gate=None):
+        super().__init__()
+        self.norm = modenorm.ModeNorm2d(2, 3, running_update=update, gate=gate).double()
+        self.auxiliary = modenorm.ModeNorm2d(2, running_update=update, gate=gate).double()
+        for norm in (self.norm, self.auxiliary):
+            norm.running_mean.fill_(7)
+            norm.num_batches_tracked.fill_(9)
+            if norm.running_share is not None:
+                norm.running_share.fill_(3)
+
+    def forward(self, inputs):
+        return self.auxiliary(self.norm(*inputs)) if self.training else self.norm(*inputs)
+
+
+def kept(module):
+    return {name: buffer.clone() for name, buffer in module.named_buffers()}
+
+
+@pytest.mark.parametrize("update", ["paper", "usage"])
+def test_recalibrate_averages_a_mode_over_the_batches_that_have_it(update, backend):
+    model, data = Head(update), batches(4)
+    before, norm = kept(model.auxiliary), model.norm
+    domains = [0, 1, 1, 0]  # mode 2 has none
+    given = [[(x, one_hot([k] * 6, 3))] for x, k in zip(data, domains, strict=True)]
+    assert modenorm.recalibrate(model, given) == 4
+    for k in (0, 1):
+        values = torch.cat([x for x, domain in zip(data, domains, strict=True) if domain == k])
+        assert_close(norm.running_mean[k], values.mean((0, 2, 3)), 1e-12)
+        assert_close(norm.running_var[k], values.var((0, 2, 3), correction=0), 1e-12)
+    assert (norm.running_mean[2] == 7).all()
+    assert (norm.running_var[2] == 1).all()
+    assert norm.num_batches_tracked == 4
+    assert update == "paper" or norm.running_share.tolist() == [2, 2, 3]
+    assert all(torch.equal(b, before[n]) for n, b in model.auxiliary.named_buffers())
+
+
+def test_recalibrate_with_the_reference():
+    model, (x,) = Head("paper"), batches(1)
+    with modenorm.use_backend("reference"):
+        modenorm.recalibrate(model, [[(x, one_hot([1] * 6, 3))]])
+    assert_close(model.norm.running_mean[1], x.mean((0, 2, 3)), 1e-12)
+    assert (model.norm.running_mean[::2] == 7).all()
+
+
+@pytest.mark.parametrize("update", ["paper", "usage"])
+@pytest.mark.parametrize("gate", [None, modenorm.StandardizedGate])
+@pytest.mark.parametrize("bad", ["nan", "empty"])
+def test_recalibrate_keeps_estimates_that_no_batch_gives(bad, gate, update):
+    model, (x,) = Head(update, gate), batches(1)
+    x = x[:0] if bad == "empty" else x.index_fill(1, torch.tensor(1), torch.nan)
+    before = kept(model)
+    assert modenorm.recalibrate(model, [[(x,)], [(x,)]]) == 2
+    assert all(torch.equal(b, before[name]) for name, b in model.named_buffers())
+
+
+def test_recalibrate_takes_the_samples_that_count():
+    model, (x,) = Head("paper", modenorm.StandardizedGate), batches(1)
+    mask = torch.ones(6, 8, 8, dtype=torch.bool)
+    mask[4:] = False
+    modenorm.recalibrate(model, [[(x, None, mask)]])
+    assert_close(model.norm.gate.running_mean, x[:4].mean((0, 2, 3)), 1e-12)
+
+
+def test_recalibrate_leaves_out_batches_with_bad_numbers():
+    layer, (x,) = modenorm.ModeNorm2d(2, 1).double(), batches(1)
+    modenorm.recalibrate(layer, [x * torch.nan, x, x[:0]])
+    assert_close(layer.running_mean[0], x.mean((0, 2, 3)), 1e-12)
+    assert layer.num_batches_tracked == 1
 
 
 def test_recalibrate_takes_pairs_of_input_and_label():

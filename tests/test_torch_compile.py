@@ -62,8 +62,11 @@ def test_compile_without_graph_breaks(options, compiled):
 def test_compile_with_gates_and_mask(compiled):
     x = double(4, 3, 5, 5)
     assert_compiles(make_layer(3, 2), compiled, 1e-10, x, gates=one_hot([0, 1, 1, 0], 2))
-    torch._dynamo.reset()
-    assert_compiles(make_layer(3, 2), compiled, 1e-10, x, mask=torch.rand(4, 5, 5) < 0.7)
+    mask = torch.rand(4, 5, 5) < 0.7
+    mask[2] = False
+    for gate in (modenorm.LinearGate, modenorm.StandardizedGate):
+        torch._dynamo.reset()
+        assert_compiles(make_layer(3, 2, gate=gate), compiled, 1e-10, x, mask=mask)
 
 
 @pytest.mark.parametrize("variance", ["pooled", "pixel"])

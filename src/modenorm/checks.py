@@ -58,14 +58,18 @@ def check_estimates(estimates: RunningEstimates, x: Tensor) -> None:
         )
 
 
-def check_affine(weight: Tensor | None, bias: Tensor | None, x: Tensor) -> None:
-    """Refuse a weight or bias for another number of channels."""
+def check_affine(
+    weight: Tensor | None, bias: Tensor | None, x: Tensor, per_mode: bool = True
+) -> None:
+    """Refuse a weight or bias for another number of channels, or with rows that no mode has."""
+    ranks = (1, 2) if per_mode else (1,)
     for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is None or (tensor.ndim in (1, 2) and tensor.shape[-1] in (1, x.shape[1])):
+        if tensor is None or (tensor.ndim in ranks and tensor.shape[-1] in (1, x.shape[1])):
             continue
+        expected = f"({x.shape[1]},)" + (f" or (K, {x.shape[1]})" if per_mode else "")
         raise ValueError(
-            f"{name} has shape {tuple(tensor.shape)}; expected ({x.shape[1]},) or "
-            f"(K, {x.shape[1]}): a number for each channel of x, {tuple(x.shape)}"
+            f"{name} has shape {tuple(tensor.shape)}; expected {expected}: a number for each "
+            f"channel of x, {tuple(x.shape)}"
         )
 
 

@@ -125,7 +125,7 @@ def mode_group_norm(
         torch.Size([2, 8, 4, 4])
     """
     check_input(x)
-    check_affine(weight, bias, x)
+    check_affine(weight, bias, x, per_mode=False)
     check_eps(eps)
     check_choice("variance", variance, ("pooled", "pixel"))
     if gate_weight.ndim != 1 or gate_weight.shape != gate_bias.shape:

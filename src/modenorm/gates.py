@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from modenorm.buffers import Float32Buffers, members, recomputing, running_dtype
 from modenorm.exchange import Ranks, in_use, statistics
-from modenorm.mixing import product
+from modenorm.mixing import batch_statistics, product
 
 __all__ = ["LinearGate", "StandardizedGate", "make_gate"]
 
@@ -133,26 +133,42 @@ class StandardizedGate(Float32Buffers, LinearGate):
             self.running_mean.zero_()
             self.running_var.fill_(1)
 
-    def forward(self, features: Tensor) -> Tensor:
-        """Logits of each sample's modes."""
+    def forward(self, features: Tensor, counted: Tensor | None = None) -> Tensor:
+        """Logits of each sample's modes.
+
+        Args:
+            features: (N, C).
+            counted: (N,), False for samples that are all padding: they are standardised like the
+                others, but are not among those whose mean and variance are taken.
+        """
         mean, var = self.running_mean.to(features), self.running_var.to(features)
         if self.training and not self.statistics_frozen:
             ranks = in_use(self.ranks)
-            if ranks is not None:
-                mean, var = self._over_ranks(features, ranks, mean, var)
+            if ranks is not None or counted is not None:
+                mean, var = self._of_counted(features, counted, ranks, mean, var)
             elif features.shape[0] > 1:
                 var, mean = torch.var_mean(features, 0, correction=0)
                 self._update(mean, var, True)
         return super().forward((features - mean) * torch.rsqrt(var + self.eps))
 
-    def _over_ranks(
-        self, features: Tensor, ranks: Ranks, mean: Tensor, var: Tensor
+    def _of_counted(
+        self,
+        features: Tensor,
+        counted: Tensor | None,
+        ranks: Ranks | None,
+        mean: Tensor,
+        var: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """The features' statistics over all ranks; the running ones if there is one sample only."""
-        batch = statistics(
-            features, torch.zeros_like(features), torch.ones_like(features[:, :1]), ranks
-        )
-        several = batch.mass > 1
+        """The features' statistics over all ranks; the running ones if only one sample counts."""
+        weights = torch.ones_like(features[:, :1])
+        if counted is not None:
+            weights = counted[:, None].to(features)
+        within = torch.zeros_like(features)  # a sample has one value
+        if ranks is None:
+            batch = batch_statistics(features, within, weights)
+        else:
+            batch = statistics(features, within, weights, ranks)
+        several = batch.mass[0] > 1
         self._update(batch.mean[0], batch.var[0], several)
         return torch.where(several, batch.mean[0], mean), torch.where(several, batch.var[0], var)
 
@@ -222,9 +238,19 @@ def reset_gate(gate: nn.Module) -> None:
         reset_gate(part)
 
 
-def features_for(gate: Gate, pooled: Tensor) -> Tensor:
-    """A gating network of the user's own gets features of its own parameters' type."""
-    if isinstance(gate, nn.Module) and not isinstance(gate, LinearGate):
-        parameter = next(gate.parameters(), pooled)
-        return pooled.to(parameter.dtype)
-    return pooled
+def logits_of(gate: Gate, pooled: Tensor, mask: Tensor | None) -> Tensor:
+    """A gate's logits for pooled features, (N, C), of the positions where the mask is True."""
+    if isinstance(gate, StandardizedGate) and mask is not None:
+        return gate(pooled, mask.flatten(1).any(1))
+    return gate(_features_for(gate, pooled))
+
+
+def _features_for(gate: Gate, pooled: Tensor) -> Tensor:
+    """A gating network of the user's own gets a copy, of its own parameters' type.
+
+    It may work in place, and pooled features are needed again; those of (N, C) input are x itself.
+    """
+    if isinstance(gate, LinearGate):
+        return pooled
+    parameter = next(gate.parameters(), pooled) if isinstance(gate, nn.Module) else pooled
+    return pooled.to(parameter.dtype, copy=True)

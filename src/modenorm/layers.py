@@ -209,6 +209,10 @@ class ModeNorm(Heard, Float32Buffers):
         kept = dict(self.gate.state_dict(prefix=prefix + "gate."))
         for name in ("running_share", "num_batches_tracked"):  # torch before 0.4.1 had no counter
             kept[prefix + name] = getattr(self, name)
+        tracked = state_dict.get(prefix + "num_batches_tracked")
+        if self.running_share is not None and tracked is not None:
+            share = tracked.to(self.running_share.dtype) / self.num_modes
+            kept[prefix + "running_share"] = share.repeat(self.num_modes)
         for name, tensor in kept.items():
             if tensor is not None and not getattr(tensor, "is_meta", False):  # that has no values
                 state_dict.setdefault(name, tensor)

@@ -25,6 +25,7 @@ __all__ = [
     "coefficients",
     "product",
     "update_running",
+    "written_out",
 ]
 
 
@@ -58,6 +59,20 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     if autocasting(left):
         return (left[:, :, None] * right).sum(1)
     return left @ right
+
+
+def written_out(
+    weight: Tensor | None, bias: Tensor | None, num_modes: int, num_channels: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """Weight and bias, (C,) or (K, C), of which either size may be given as 1."""
+    sizes = (num_modes, num_channels)
+
+    def expanded(parameter: Tensor | None) -> Tensor | None:
+        if parameter is None or parameter.shape in (sizes, sizes[1:]):
+            return parameter
+        return parameter.expand(sizes if parameter.ndim == 2 else sizes[1:])
+
+    return expanded(weight), expanded(bias)
 
 
 def batch_statistics(

@@ -16,7 +16,7 @@ from torch import Tensor
 from modenorm import exchange, mixing, reference
 from modenorm.buffers import recomputing
 from modenorm.checks import Options, check_input, check_options, masked
-from modenorm.gates import Gate, LinearGate, features_for
+from modenorm.gates import Gate, LinearGate, logits_of
 from modenorm.kernels import (
     channel_arrays,
     channel_operators,
@@ -141,6 +141,7 @@ def normalize_channels(
             return plain.empty_output(x, gate_weight, gate_bias, weight, bias), gates
         backend = choose_backend(x)
         if backend == "reference":
+            weight, bias = mixing.written_out(weight, bias, 1, x.shape[1])
             y = reference.mode_group_norm(
                 x.to(dtype), gate_weight, gate_bias, weight, bias, eps, variance=variance
             )
@@ -316,22 +317,24 @@ def _reference_modes(call: _Call) -> tuple[Tensor, Tensor]:
         raise ValueError('the "reference" backend sees one process only; use "eager"')
     pooled = plain.moments(x, False)[0] if mask is None else plain.masked_moments(x, mask)[0]
     gates = _gates_of(call, pooled, x)
-    momentum, finite = options.momentum, bool(pooled.isfinite().all() & gates.isfinite().all())
-    if options.training and (recomputing() or not finite):
+    counts = gates.new_ones(len(gates)) if mask is None else mask.flatten(1).sum(1)
+    mass = (gates.detach() * counts[:, None]).sum(0)
+    usable = bool(pooled.isfinite().all() & gates.isfinite().all() & (mass > 0).any())
+    momentum = options.momentum
+    if options.training and (recomputing() or not usable):
         estimates = None
     if options.training and estimates is not None and estimates.share is not None:
         if momentum is None:
             raise ValueError(
                 'the "reference" backend has no momentum=None with "usage"; use "eager"'
             )
-        counts = gates.new_ones(len(gates)) if mask is None else mask.flatten(1).sum(1)
-        mass = (gates.detach() * counts[:, None]).sum(0)
-        estimates.share.add_(mass / counts.sum().clamp_min(1))
+        estimates.share.add_(mass / counts.sum())
     tracked = None if estimates is None else estimates.num_batches_tracked
     if tracked is not None and options.training:
         tracked.add_(1)
     if momentum is None and tracked is not None:
         momentum = 1 / max(1, int(tracked))
+    weight, bias = mixing.written_out(weight, bias, gates.shape[1], x.shape[1])
     y = reference.mode_norm(
         x.to(gates.dtype),
         gates,
@@ -354,7 +357,7 @@ def _gates_of(call: _Call, pooled: Tensor, x: Tensor) -> Tensor:
     if isinstance(gates, Tensor):
         given, name = gates.to(statistics_dtype(x)), "gates"
     else:
-        given, name = gates(features_for(gates, pooled)).to(pooled.dtype), "the gate's logits"
+        given, name = logits_of(gates, pooled, call.mask).to(pooled.dtype), "the gate's logits"
     wrong_modes = num_modes is not None and given.shape[-1] != num_modes
     if given.ndim != 2 or given.shape[0] != x.shape[0] or wrong_modes:
         # written only here: a compiler takes a number in a text for a constant
@@ -371,7 +374,7 @@ def _empty_modes(call: _Call) -> tuple[Tensor, Tensor]:
     x, gates, estimates, weight, bias, options, _ = call
     seen = x if isinstance(gates, Tensor) else x[:0]  # a gate learns nothing from no data
     mean, _ = plain.moments(x[:0], with_var=False)
-    gates = _gates_of(call, mean, seen)
+    gates = _gates_of(call._replace(mask=None), mean, seen)
     y = plain.empty_output(x, gates, weight, bias)
     if options.ranks is not None:
         batch = exchange.statistics(mean, torch.zeros_like(mean), gates[:0], options.ranks)

@@ -53,15 +53,17 @@ def mode_norm(
     along_samples = (-1,) + (1,) * (x.ndim - 1)
     counts = torch.ones_like(x) if mask is None else mask.unsqueeze(1).to(x).expand_as(x)
     all_but_channels = (0, *range(2, x.ndim))
+    smallest = torch.finfo(x.dtype).tiny
 
     y = torch.zeros_like(x)
     for k in range(num_modes):
         g = gates[:, k].view(along_samples).to(x)  # g_nk, the same for all channels and positions
         if training or running_mean is None or running_var is None:
             n_k = (g * counts).sum(all_but_channels)
-            mean = (g * counts * x).sum(all_but_channels) / n_k
-            second = (g * counts * x**2).sum(all_but_channels) / n_k
-            if running_mean is not None and running_var is not None:
+            divisor = n_k.clamp_min(smallest)  # no sample in the mode: all sums are 0
+            mean = (g * counts * x).sum(all_but_channels) / divisor
+            second = (g * counts * x**2).sum(all_but_channels) / divisor
+            if running_mean is not None and running_var is not None and (n_k >= smallest).all():
                 share = n_k / counts.sum(all_but_channels)
                 rate = momentum * (share if running_update == "usage" else 1)
                 _update(running_mean[k], running_var[k], mean, second, rate)

@@ -7,13 +7,17 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from modenorm.gates import StandardizedGate
-from modenorm.layers import ModeNorm
+from modenorm.layers import ESTIMATES, ModeNorm
+from modenorm.mixing import RunningEstimates, Statistics, update_running
 from modenorm.modes import evaluating, parts_of
 
 __all__ = ["freeze_statistics", "recalibrate"]
+
+UNTOUCHED = torch.finfo(torch.float32).tiny
+"""A variance that no batch has: what still has it at the end of one received nothing."""
 
 
 @torch.no_grad()
@@ -22,8 +26,10 @@ def recalibrate(model: nn.Module, batches: Iterable[Any]) -> int:
 
     What `torch.optim.swa_utils.update_bn` does for batch norm, after averaging weights (SWA, EMA)
     or to remove the lag of exponential averages. The features' estimates in a `StandardizedGate`
-    are taken along. The other parts of the model run as in evaluation; modes of training, momenta
-    and parameters are left as they were, and so are the estimates if a batch fails.
+    are taken along. A mode is averaged over the batches that have samples of it; without any it
+    keeps its estimates, as does a layer that no batch reaches. The other parts of the model run as
+    in evaluation; modes of training, momenta and parameters are left as they were, and so are the
+    estimates if a batch fails.
 
     Args:
         model: any model with mode norms.
@@ -43,16 +49,53 @@ def recalibrate(model: nn.Module, batches: Iterable[Any]) -> int:
     if not layers:
         raise ValueError("recalibrate found no mode norm with running estimates in the model")
     gates = [module for module in model.modules() if isinstance(module, StandardizedGate)]
+    averages = [_Average(layer) for layer in layers]
     count = 0
-    with _collecting(model, layers, gates), _all_or_nothing([*layers, *gates]):
-        for count, batch in enumerate(batches, start=1):
-            if count == 1:
-                for layer in layers:
-                    layer.reset_running_stats()
+    with _collecting(model, layers, gates), _all_or_nothing([*layers, *gates]) as before:
+        for batch in batches:
+            count += 1
+            for average in averages:
+                average.start()
             model(parts_of(batch)[0])
+            for average in averages:
+                average.add()
+        for average in averages:
+            average.store(before)
     if count == 0:
         raise ValueError("recalibrate got no batches; give it at least one batch of model inputs")
     return count
+
+
+class _Average:
+    """A layer's estimates over batches, those of each mode over the batches that have it."""
+
+    def __init__(self, layer: ModeNorm) -> None:
+        self.layer = layer
+        buffers = [getattr(layer, name) for name in ESTIMATES]
+        self.estimates = RunningEstimates(*buffers)
+        mean, var, tracked = (torch.zeros_like(buffer) for buffer in buffers[:3])
+        self.found = RunningEstimates(mean, var, tracked, mean[:, 0].clone())
+
+    def start(self) -> None:
+        """Let the layer take the statistics of the next batch alone."""
+        self.layer.reset_running_stats()
+        self.estimates.var.fill_(UNTOUCHED)
+
+    def add(self) -> None:
+        """Take what the layer found: nothing, if it saw no batch or refused it."""
+        mean, var, _, share = self.estimates
+        if share is None:  # batches count the same
+            share = (var != UNTOUCHED).any(1).to(mean)
+        update_running(self.found, Statistics(mean, var, share, share), None, "usage")
+
+    def store(self, before: dict[Tensor, Tensor]) -> None:
+        """Hand the averages to the layer, with the estimates of before where there are none."""
+        assert self.found.share is not None
+        modes = self.found.share > 0
+        used = (modes[:, None], modes[:, None], modes.any(), modes)
+        for buffer, found, use in zip(self.estimates, self.found, used, strict=True):
+            if buffer is not None and found is not None:
+                buffer.copy_(torch.where(use, found, before[buffer]))
 
 
 @contextlib.contextmanager
@@ -82,14 +125,13 @@ def _collecting(
 
 
 @contextlib.contextmanager
-def _all_or_nothing(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Put buffers back as they were if what happens inside fails."""
-    buffers = [buffer for module in modules for buffer in module.buffers()]
-    before = [buffer.clone() for buffer in buffers]
+def _all_or_nothing(modules: Iterable[nn.Module]) -> Iterator[dict[Tensor, Tensor]]:
+    """Put buffers back as they were, which are yielded, if what happens inside fails."""
+    before = {buffer: buffer.clone() for module in modules for buffer in module.buffers()}
     try:
-        yield
+        yield before
     except BaseException:
-        for buffer, value in zip(buffers, before, strict=True):
+        for buffer, value in before.items():
             buffer.copy_(value)
         raise
 

@@ -73,7 +73,7 @@ class Switches:
         """Draw them for a forward in training."""
         if self.removed or not model.training:
             return
-        self._ddp = _ddp_of(model)
+        self._ddp, self.draw = _ddp_of(model), None  # the last graph goes before the next comes
         self.draw = self._draw_for_biases()
         if self.draw is None:
             noise = torch.rand_like(self._log_odds())

@@ -37,6 +37,7 @@ def mix(
 
     With ranks the statistics are those of all, each sample weighted by its number of positions.
     """
+    weight, bias = mixing.written_out(weight, bias, gates.shape[1], mean.shape[1])
     among = None if ranks is None else _Among(ranks, positions)
     scale, shift, mode_mean, mode_var, mass = _Mix.apply(mean, var, gates, weight, bias, eps, among)
     if among is not None:
@@ -122,9 +123,6 @@ def _parts(
     bias: Tensor | None,
     *gradients: Tensor,
 ) -> ModuleType:
-    sizes = (gates.shape[1], mean.shape[1])
-    if not all(p is None or p.shape in (sizes, sizes[1:]) for p in (weight, bias)):
-        return mixing_parts
     if runs_triton(mean):
         from modenorm.kernels import gpu_mixing_parts
 
