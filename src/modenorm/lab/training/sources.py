@@ -159,7 +159,7 @@ def _describe_folder(index: FolderIndex, folder: Path) -> str:
     """Count and hash the names of files; the folder may lie elsewhere on every rank."""
     digest = hashlib.sha256(repr(index.classes).encode())
     for path in index.paths:
-        digest.update(f"{path.relative_to(folder)}\n".encode())
+        digest.update(os.fsencode(path.relative_to(folder)) + b"\n")
     return _description(len(index.train.paths), len(index.test.paths), index.classes, digest)
 
 
