@@ -291,9 +291,11 @@ def test_plain_safetensors_are_refused(tmp_path: Path) -> None:
         Checkpoint.load(tmp_path / "absent.safetensors")
 
 
-def test_a_changed_byte_is_noticed(trained: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["tensors", "header"])
+def test_a_changed_byte_is_noticed(trained: Run, tmp_path: Path, where: str) -> None:
     content = bytearray(trained.checkpoint.read_bytes())
-    content[-5] ^= 1
+    mark = b'"train_loss\\": '  # quotes are escaped in the header
+    content[-5 if where == "tensors" else content.index(mark) + len(mark)] ^= 1
     path = put(bytes(content), trained.config, tmp_path)
     with pytest.raises(CheckpointError, match="another checksum") as error:
         train(trained.config, tmp_path, data=fake_data())

@@ -92,7 +92,8 @@ class Checkpoint:
             "data": self.data,
             "crc32": _checksum(tensors),
         }
-        write_whole(path, save(tensors, metadata={"training": json.dumps(header)}))
+        text = json.dumps(header)
+        write_whole(path, save(tensors, {"training": text, "training crc32": _text_checksum(text)}))
 
     @classmethod
     def load(cls, path: Path) -> "Checkpoint":
@@ -177,11 +178,15 @@ def _checksum(tensors: dict[str, Tensor]) -> str:
     return f"{value:08x}"
 
 
+def _text_checksum(text: str) -> str:
+    return f"{zlib.crc32(text.encode()):08x}"
+
+
 def _read(path: Path) -> tuple[str, dict[str, Tensor]]:
     """What a safetensors file says of its training, and its tensors."""
     try:
         with safe_open(path, framework="pt") as file:
-            header = (file.metadata() or {}).get("training")
+            metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist: give the path of a checkpoint") from None
@@ -190,8 +195,14 @@ def _read(path: Path) -> tuple[str, dict[str, Tensor]]:
             f"{path} is not a whole safetensors file ({error}): restore it from a copy, or delete "
             "it to start again"
         ) from None
+    header = metadata.get("training")
     if header is None:
         raise CheckpointError(f"{path} holds no training, only tensors: choose another file")
+    if metadata.get("training crc32", checksum := _text_checksum(header)) != checksum:
+        raise CheckpointError(
+            f"{path} has a header of another checksum than when it was written: restore it from a "
+            "copy, or delete it to start again"
+        )
     return header, tensors
 
 
