@@ -3,8 +3,10 @@
 import json
 import re
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from typer.testing import CliRunner
 
 from modenorm.lab.cli import app
@@ -12,6 +14,8 @@ from modenorm.lab.cli import demo as demo_cli
 from modenorm.lab.cli import report as report_cli
 from modenorm.lab.data import DataSet, ImageSet, builtin
 from modenorm.lab.demo import NORMS, demo_configs, separation
+from modenorm.lab.report import Gallery
+from modenorm.lab.training import TrainConfig, train
 
 torch.set_num_threads(1)
 
@@ -85,6 +89,44 @@ def test_the_demo_ends_with_a_table_and_a_page(invoke, tmp_path):
     (layer,) = shown["galleries"][0]["layers"]
     assert layer["name"] == "stage2.norm"
     assert [len(mode["claims"]) for mode in layer["modes"]] == [5] * 4
+
+
+def test_modes_of_a_streamed_run_are_those_of_its_evaluation(tmp_path):
+    """Wide images with bright sides: another cut than the evaluation's has other gates."""
+    folder, rng = tmp_path / "pictures", np.random.default_rng(0)
+    for number, place in enumerate(["train/a", "train/b", "val/a", "val/b", "val/b"]):
+        (folder / place).mkdir(parents=True, exist_ok=True)
+        pixels = rng.integers(256, size=(20, 30 + number, 3)).astype(np.uint8)
+        pixels[:, :4] = pixels[:2] = 255
+        Image.fromarray(pixels).save(folder / place / f"{number}.png")
+    config = TrainConfig(
+        model="nin",
+        dataset=f"folder:{folder}",
+        norm="mn",
+        stream=True,
+        crop="resized",
+        image_size=16,
+        batch=2,
+        total=2,
+        augment=True,
+    )
+    train(config, tmp_path / "runs", workers=0, device="cpu")
+    (folder / "train" / "a" / "0.png").write_bytes(b"not to be decoded")
+    run = tmp_path / "runs" / config.run_id
+    arguments = [run, "-o", tmp_path / "modes.html", "--json", tmp_path / "modes.json"]
+    result = CliRunner().invoke(app, ["modes", "--count", "2", *map(str, arguments)])
+    assert result.exit_code == 0, result.output
+    assert not (folder / ".modenorm-cache").exists()
+    layers = json.loads((tmp_path / "modes.json").read_text())["layers"]
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["modes"]
+    for layer in layers:
+        # shares are rounded to 4 places in the metrics
+        assert layer["shares"] == pytest.approx(last[layer["name"]]["shares"], abs=1e-4)
+    gallery = Gallery.load(run)
+    assert (gallery.num_images, gallery.tile) == (3, 16)
+    claims = [claim for layer in gallery.layers for mode in layer.modes for claim in mode.claims]
+    assert {claim.label for claim in claims} == {"a", "b"}
+    assert {claim.domain for claim in claims} == {"pictures"}
 
 
 def test_bad_arguments_are_told_in_a_sentence(tmp_path):

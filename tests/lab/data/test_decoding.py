@@ -136,3 +136,20 @@ def test_no_processes_without_need(files, monkeypatch, cores, least):
     monkeypatch.setattr(decoding, "PER_PROCESS", least)
     monkeypatch.setattr(decoding, "_start", None)
     assert decoding.decode_files(files, None).shape == (COUNT, 3, 12, 16)
+
+
+@pytest.mark.parametrize("suffix", ["png", "pgm"])
+@pytest.mark.parametrize("size", [None, 256])
+def test_grey_of_16_bits(tmp_path, suffix, size):
+    """All values; Pillow alone takes those above 255 for white."""
+    path, values = tmp_path / f"deep.{suffix}", np.arange(1 << 16, dtype=np.uint16)
+    Image.fromarray(values.reshape(256, 256)).save(path)
+    found = decoding.decode_files([path], size)[0]
+    assert np.array_equal(found, np.broadcast_to((values >> 8).reshape(256, 256), (3, 256, 256)))
+
+
+def test_floating_point_pixels_are_refused(tmp_path):
+    path = tmp_path / "float.pgm"
+    path.write_bytes(b"Pf\n2 2\n-1.0\n" + np.zeros(4, "<f4").tobytes())
+    assert outcome([path]).startswith(f"{path}: ")
+    assert "floating-point numbers" in outcome([path])

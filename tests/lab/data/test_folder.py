@@ -1,3 +1,6 @@
+import errno
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -6,6 +9,7 @@ from PIL import Image
 from published import write_image
 
 from modenorm.lab.data import DataError, index_folder, load
+from modenorm.lab.training.sources import _describe_folder
 
 
 @pytest.fixture
@@ -43,6 +47,66 @@ def test_new_image_is_noticed(folder):
     load(folder)
     write_image(folder / "train" / "ant" / "4.png")
     assert len(load(folder).train) == 4
+
+
+def test_hidden_files_and_folders_are_no_images(folder):
+    before = index_folder(folder)
+    write_image(folder / "train" / "ant" / "._2.png")
+    write_image(folder / "train" / "ant" / ".trash" / "5.png")
+    assert index_folder(folder) == before
+
+
+def test_linked_folders_are_followed_once(folder, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    write_image(elsewhere / "deep" / "0.png")
+    ant = folder / "train" / "ant"
+    (ant / "more").symlink_to(elsewhere)
+    (ant / "circle").symlink_to(ant)
+    (elsewhere / "deep" / "back").symlink_to(elsewhere)
+    found = index_folder(folder).train
+    assert found.labels == (0, 0, 1, 1)
+    assert found.paths[:2] == (ant / "2.JPEG", ant / "more" / "deep" / "0.png")
+
+
+def test_files_are_in_the_order_of_their_paths(folder):
+    names = ("10.png", "9.png", "B.png", "a/1.png", "a.b/1.png", "a-b.png", "folder.png/1.png")
+    for name in names:
+        write_image(folder / "train" / "ant" / name)
+    ant = folder / "train" / "ant"
+    expected = sorted(ant / name for name in ("2.JPEG", *names))
+    assert list(index_folder(folder).train.paths[:-2]) == expected
+
+
+def test_a_class_without_training_images(folder):
+    (folder / "train" / "bee").mkdir()
+    (folder / "train" / "bee" / "notes.txt").write_text("not an image")
+    with pytest.raises(DataError, match=r"train/bee: no images, expected some in every class"):
+        index_folder(folder)
+
+
+@pytest.mark.parametrize("name", ["cat", "cat/more", "."])
+def test_a_folder_that_cannot_be_listed(folder, monkeypatch, name):
+    (folder / "train" / "cat" / "more").mkdir()
+    scandir = os.scandir
+
+    def refused(path):
+        if Path(path) == folder / "train" / name:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refused)  # modes of files do not stop a superuser
+    with pytest.raises(DataError, match=r"train.*: cannot be listed \(Permission denied\)"):
+        index_folder(folder)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs names of any bytes")
+def test_names_that_are_not_utf_8(folder):
+    name = os.fsdecode(b"caf\xe9")
+    write_image(folder / "train" / name / f"{name}.png")
+    data = load(folder)
+    assert name in data.train.classes
+    assert torch.equal(load(folder).train.images, data.train.images)
+    assert "4 training" in _describe_folder(index_folder(folder), folder)
 
 
 def test_tiny_imagenet_layout(tmp_path):

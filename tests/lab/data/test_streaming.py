@@ -127,6 +127,14 @@ def test_a_broken_file_is_named_in_one_sentence(tmp_path: Path, workers: int) ->
     assert "Traceback" not in str(error.value)
 
 
+@pytest.mark.parametrize("epoch", [None, 0])
+def test_grey_of_16_bits_is_not_white(tmp_path: Path, epoch: int | None) -> None:
+    Image.fromarray(np.full((9, 9), 0x80FF, np.uint16)).save(tmp_path / "deep.png")
+    wanted = Wanted(Place(0, epoch), os.fsencode(tmp_path / "deep.png"), 0)
+    images, _ = ImageFiles(8).__getitems__([wanted])
+    assert (images == 0x80).all()
+
+
 def test_a_process_that_trains_with_others_is_not_forked() -> None:
     """A fork while a thread of its process group holds one of Python's locks hangs the child."""
     options = {"store": distributed.HashStore(), "rank": 0, "world_size": 1}

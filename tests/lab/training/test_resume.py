@@ -10,14 +10,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fake_data import fake_config, fake_data
+from fake_data import fake_config, fake_data, fake_images
+from PIL import Image
 from safetensors import safe_open
 
+from modenorm.lab.data import DataSet
 from modenorm.lab.training import (
     Checkpoint,
     CheckpointError,
@@ -203,6 +206,61 @@ def test_a_checkpoint_of_another_training_is_refused(trained: Run, tmp_path: Pat
     assert "norm 'mn' instead of 'gn'; lr 0.01 instead of 0.5" in str(error.value)
 
 
+def test_a_checkpoint_of_other_data_is_refused(trained: Run, tmp_path: Path) -> None:
+    path = put(trained.checkpoint.read_bytes(), trained.config, tmp_path)
+    data = fake_data()["fake"]
+    renamed = replace(data.train, classes=("a", "x", "c", "d"))
+    turned = data.train.images.flip(3)  # the same mean and deviation
+    for changed, words in (
+        (DataSet("fake", renamed, data.test), r"classes with 'b' instead of 'x'; 70 training and"),
+        (DataSet("fake", fake_images(71), data.test), r"mean .*; 70 training.* instead of 71 "),
+        (DataSet("fake", replace(data.train, images=turned), data.test), r"data \(70 .* \(sum"),
+    ):
+        with pytest.raises(CheckpointError, match=words) as error:
+            train(trained.config, tmp_path, data={"fake": changed})
+        assert str(path) in str(error.value)
+        assert "restore the data it was trained on" in str(error.value)
+    train(trained.config, tmp_path, data=fake_data())
+
+
+def test_a_checkpoint_that_does_not_describe_its_data(trained: Run, tmp_path: Path) -> None:
+    """As of versions before it did: what it knows of them is compared."""
+    config, data = trained.config, fake_data()["fake"]
+    put(b"", config, tmp_path)
+    replace(Checkpoint.load(trained.checkpoint), data=None).save(
+        Run.of(config, tmp_path).checkpoint
+    )
+    domains = replace(data.train, domain_names=("plain",))
+    with pytest.raises(CheckpointError, match="2 domain_names instead of 1"):
+        train(config, tmp_path, data={"fake": DataSet("fake", domains, data.test)})
+    train(config, tmp_path, data=fake_data())
+
+
+def test_a_streamed_training_notices_other_files(tmp_path: Path) -> None:
+    for name in ("train/a/1", "train/b/1", "val/a/1"):
+        path = tmp_path / "pictures" / f"{name}.png"
+        path.parent.mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(path)
+    config = fake_config(
+        dataset=f"folder:{tmp_path / 'pictures'}", stream=True, image_size=8, crop="resized"
+    )
+    config = replace(config, norm="bn", total=2, eval_every=1, milestones=(), batch=2)
+
+    def stop(training: Training) -> None:
+        if training.position.step == 2:
+            raise Stop
+
+    options = {"workers": 0, "checkpoint_every": 0.0}
+    with pytest.raises(Stop):
+        train(config, tmp_path, listener=stop, **options)
+    added = tmp_path / "pictures" / "train" / "a" / "0.png"
+    Image.new("RGB", (8, 8)).save(added)
+    with pytest.raises(CheckpointError, match=r"2 training and 1 test .* instead of 3 training"):
+        train(config, tmp_path, **options)
+    added.unlink()
+    train(config, tmp_path, **options)
+
+
 @pytest.mark.parametrize("length", [0, 5, 500, 100_000, -1])
 def test_a_truncated_checkpoint_is_refused(trained: Run, tmp_path: Path, length: int) -> None:
     path = put(trained.checkpoint.read_bytes()[:length], trained.config, tmp_path)
@@ -233,9 +291,11 @@ def test_plain_safetensors_are_refused(tmp_path: Path) -> None:
         Checkpoint.load(tmp_path / "absent.safetensors")
 
 
-def test_a_changed_byte_is_noticed(trained: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["tensors", "header"])
+def test_a_changed_byte_is_noticed(trained: Run, tmp_path: Path, where: str) -> None:
     content = bytearray(trained.checkpoint.read_bytes())
-    content[-5] ^= 1
+    mark = b'"train_loss\\": '  # quotes are escaped in the header
+    content[-5 if where == "tensors" else content.index(mark) + len(mark)] ^= 1
     path = put(bytes(content), trained.config, tmp_path)
     with pytest.raises(CheckpointError, match="another checksum") as error:
         train(trained.config, tmp_path, data=fake_data())

@@ -2,12 +2,16 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import typer
+from torch import nn
 
 from modenorm.findings import ModeReport
 from modenorm.lab.cli.shown import make_console
 from modenorm.lab.data import NAMES, load
+from modenorm.lab.data.folder import folder_path
+from modenorm.lab.data.streaming import StreamedImages
 from modenorm.lab.experiments.published import published_numbers
 from modenorm.lab.report import (
     Gallery,
@@ -20,8 +24,10 @@ from modenorm.lab.report import (
     write_page,
 )
 from modenorm.lab.report.gallery import write_picture
+from modenorm.lab.streamed_gallery import make_streamed_gallery
 from modenorm.lab.training import Checkpoint, load_model
 from modenorm.lab.training.files import write_whole
+from modenorm.lab.training.sources import SharedData
 
 PICTURES = (".png", ".jpg", ".webp")
 
@@ -81,9 +87,7 @@ def modes_command(
     file = path / "checkpoint.safetensors" if path.is_dir() else path
     model, checkpoint = load_model(file, device)
     name = dataset or checkpoint.config.dataset
-    images = load(name, data, size=checkpoint.config.image_size).test
-    scaling = (checkpoint.about.mean, checkpoint.about.std)
-    gallery, report = make_gallery(model, images, name, scaling, layers=layer, count=count)
+    gallery, report = _look(model, checkpoint, name, data, layers=layer, count=count)
     if path.is_dir() and not layer:
         gallery.save(path)
     if json is not None:
@@ -95,6 +99,21 @@ def modes_command(
     console = make_console()
     console.print(report.table())
     console.print(f"{output} shows what each mode claims", soft_wrap=True)
+
+
+def _look(
+    model: nn.Module, checkpoint: Checkpoint, name: str, data: Path, **options: Any
+) -> tuple[Gallery, ModeReport]:
+    """Look at the test images; those of a streamed run are cut as in its evaluations."""
+    if checkpoint.config.stream and folder_path(name):
+        config = dataclasses.replace(checkpoint.config, dataset=name)
+        found = SharedData(next(model.parameters()).device, data).get(config)
+        assert isinstance(found.test, StreamedImages)
+        names = (found.about.classes, found.about.domain_names)
+        return make_streamed_gallery(model, found.test, name, *names, **options)
+    images = load(name, data, size=checkpoint.config.image_size).test
+    scaling = (checkpoint.about.mean, checkpoint.about.std)
+    return make_gallery(model, images, name, scaling, **options)
 
 
 def _record(path: Path, checkpoint: Checkpoint, gallery: Gallery) -> Record:

@@ -18,12 +18,25 @@ TOGETHER = 1 << 18
 def open_image(path: str | Path, size: int | None) -> Image.Image:
     """Decode a file to RGB; `size` resizes the short side and crops the centre."""
     with Image.open(path) as image:
-        return image.convert("RGB") if size is None else _short_side_crop(image, size)
+        return to_rgb(image) if size is None else _short_side_crop(image, size)
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Convert to 8 bits of red, green and blue; grey of 16 bits keeps the upper 8, as colours do.
+
+    Raises:
+        ValueError: The pixels are floating-point numbers, whose range is not known.
+    """
+    if image.mode == "F":
+        raise ValueError("its pixels are floating-point numbers; convert it to 8 bits")
+    if image.mode.startswith("I"):  # Pillow would take all values above 255 for white
+        image = image.convert("I").point(lambda value: value * (1 / 256)).convert("L")
+    return image.convert("RGB")
 
 
 def _short_side_crop(image: Image.Image, size: int) -> Image.Image:
     image.draft("RGB", (size, size))  # lets the JPEG decoder skip detail, never below the size
-    image = image.convert("RGB")
+    image = to_rgb(image)
     width, height = image.size
     scale = size / min(width, height)
     width, height = max(size, round(width * scale)), max(size, round(height * scale))

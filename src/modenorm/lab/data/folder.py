@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,11 +111,17 @@ def index_folder(folder: Path) -> FolderIndex:
     if test is None:
         raise DataError(f"{folder / 'val'}: missing; expected val/<class>/ beside train/")
     annotated = (test / ANNOTATIONS).is_file()
-    return FolderIndex(
+    index = FolderIndex(
         classes,
         _list_classes(train, classes),
         _list_annotated(test, classes) if annotated else _list_classes(test, classes),
     )
+    empty = set(range(len(classes))) - set(index.train.labels)
+    if empty:
+        raise DataError(
+            f"{train / classes[min(empty)]}: no images, expected some in every class of train/"
+        )
+    return index
 
 
 def read_folder(index: FolderIndex, size: int | None = None) -> Splits:
@@ -127,18 +133,39 @@ def read_folder(index: FolderIndex, size: int | None = None) -> Splits:
 
 
 def _class_folders(folder: Path) -> list[str]:
-    names = (entry.name for entry in os.scandir(folder) if entry.is_dir())
-    return sorted(name for name in names if not name.startswith("."))
+    return sorted(entry.name for entry in _entries(folder) if entry.is_dir())
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    """What lies in a folder, except what is hidden."""
+    try:
+        with os.scandir(folder) as entries:
+            return [entry for entry in entries if not entry.name.startswith(".")]
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be listed ({error.strerror})") from error
+
+
+def _image_files(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
+    """The images in a folder and those below it; links are followed, but never in a circle."""
+    above |= {folder.resolve()}
+    for entry in _entries(folder):
+        path = folder / entry.name
+        if not entry.is_dir():
+            if path.suffix.lower() in SUFFIXES:
+                yield path
+        elif path.resolve() not in above:
+            yield from _image_files(path, above)
 
 
 def _list_classes(folder: Path, classes: Sequence[str]) -> Listing:
-    unknown = [name for name in _class_folders(folder) if name not in set(classes)]
+    there = _class_folders(folder)
+    unknown = [name for name in there if name not in set(classes)]
     if unknown:
         raise DataError(f"{folder / unknown[0]}: unknown class, expected those of train/")
     paths: list[Path] = []
     labels: list[int] = []
     for label, name in enumerate(classes):
-        found = sorted(p for p in (folder / name).rglob("*") if p.suffix.lower() in SUFFIXES)
+        found = sorted(_image_files(folder / name)) if name in there else []
         paths += found
         labels += [label] * len(found)
     return _listing(folder, paths, labels)

@@ -17,7 +17,7 @@ from modenorm.lab.data.sets import DataError, DataSet, ImageSet
 
 NAMES = (*PUBLISHED, "multitask", "builtin")
 SIDE = 32
-FORMAT = 1  # part of every cache key: raise it when decoding changes
+FORMAT = 2  # part of every cache key: raise it when decoding changes
 
 
 def load(

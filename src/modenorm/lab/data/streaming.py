@@ -26,6 +26,7 @@ from torch import Tensor, distributed
 from torch.utils.data import DataLoader, Dataset
 
 from modenorm.lab.data.crops import Boxes, draw_boxes
+from modenorm.lab.data.decoding_process import to_rgb
 from modenorm.lab.data.folder import Listing
 from modenorm.lab.data.loader import Batch, Normaliser, SampleStream, Scaling, derive_seed
 from modenorm.lab.data.sets import DataError
@@ -110,8 +111,7 @@ def cut(image: Image.Image, corners: Corners, size: int) -> np.ndarray:
     x, y = (reduced[1][2] / width, reduced[1][3] / height) if reduced else (1, 1)
     left, top, right, bottom = corners
     box = (left * x, top * y, min(right * x, image.width), min(bottom * y, image.height))
-    rgb = image.convert("RGB")
-    return np.asarray(rgb.resize((size, size), Image.Resampling.BILINEAR, box))
+    return np.asarray(to_rgb(image).resize((size, size), Image.Resampling.BILINEAR, box))
 
 
 def _corners(box: Boxes) -> Corners:

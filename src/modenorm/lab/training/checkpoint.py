@@ -4,6 +4,7 @@ One file, replaced as a whole, cannot disagree with itself. Reading it runs no c
 """
 
 import json
+import math
 import zlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -49,15 +50,36 @@ class About:
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
+    def differences(self, other: "About") -> list[str]:
+        """Describe in what `other` differs."""
+        found = []
+        for kind in ("classes", "domain_names"):
+            mine, theirs = getattr(self, kind), getattr(other, kind)
+            if len(mine) != len(theirs):
+                found.append(f"{len(theirs)} {kind} instead of {len(mine)}")
+            elif mine != theirs:
+                pairs = zip(mine, theirs, strict=True)
+                one, another = next(pair for pair in pairs if pair[0] != pair[1])
+                found.append(f"{kind} with {another!r} instead of {one!r}")
+        for kind in ("mean", "std"):
+            mine, theirs = getattr(self, kind), getattr(other, kind)
+            if len(mine) != len(theirs) or not all(map(math.isclose, mine, theirs)):
+                found.append(f"{kind} {theirs} instead of {mine}")
+        return found
+
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A training at rest. Tensors are named model.*, momentum.*, generator.* and loss.sum."""
+    """A training at rest. Tensors are named model.*, momentum.*, generator.* and loss.sum.
+
+    `data` describes the data it was trained on; None in checkpoints of earlier versions.
+    """
 
     config: TrainConfig
     about: About
     position: Position
     tensors: dict[str, Tensor]
+    data: str | None = None
 
     def save(self, path: Path) -> None:
         """Replace the file at `path`, or leave it as it was and raise OSError."""
@@ -67,9 +89,11 @@ class Checkpoint:
             "config": json.loads(self.config.to_json()),
             "about": asdict(self.about),
             "position": asdict(self.position),
+            "data": self.data,
             "crc32": _checksum(tensors),
         }
-        write_whole(path, save(tensors, metadata={"training": json.dumps(header)}))
+        text = json.dumps(header)
+        write_whole(path, save(tensors, {"training": text, "training crc32": _text_checksum(text)}))
 
     @classmethod
     def load(cls, path: Path) -> "Checkpoint":
@@ -93,6 +117,7 @@ class Checkpoint:
                 about=About(**about),
                 position=_position(header["position"]),
                 tensors=tensors,
+                data=header.get("data"),
             )
         except CheckpointError:
             raise
@@ -108,6 +133,17 @@ class Checkpoint:
             raise CheckpointError(
                 f"{path} is of another training ({'; '.join(differences)}): move it away or "
                 "choose another folder for the runs"
+            )
+
+    def check_data(self, about: About, data: str, path: Path) -> None:
+        """Refuse a checkpoint that was trained on other data, as after a class was renamed."""
+        differences = about.differences(self.about)
+        if self.data not in (None, data):
+            differences.append(f"{self.data} instead of {data}")
+        if differences:
+            raise CheckpointError(
+                f"{path} was trained on other data ({'; '.join(differences)}): restore the data it "
+                "was trained on, or delete the run's directory to start again"
             )
 
     def check_length(self, total: int, path: Path) -> None:
@@ -142,11 +178,15 @@ def _checksum(tensors: dict[str, Tensor]) -> str:
     return f"{value:08x}"
 
 
+def _text_checksum(text: str) -> str:
+    return f"{zlib.crc32(text.encode()):08x}"
+
+
 def _read(path: Path) -> tuple[str, dict[str, Tensor]]:
     """What a safetensors file says of its training, and its tensors."""
     try:
         with safe_open(path, framework="pt") as file:
-            header = (file.metadata() or {}).get("training")
+            metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist: give the path of a checkpoint") from None
@@ -155,8 +195,14 @@ def _read(path: Path) -> tuple[str, dict[str, Tensor]]:
             f"{path} is not a whole safetensors file ({error}): restore it from a copy, or delete "
             "it to start again"
         ) from None
+    header = metadata.get("training")
     if header is None:
         raise CheckpointError(f"{path} holds no training, only tensors: choose another file")
+    if metadata.get("training crc32", checksum := _text_checksum(header)) != checksum:
+        raise CheckpointError(
+            f"{path} has a header of another checksum than when it was written: restore it from a "
+            "copy, or delete it to start again"
+        )
     return header, tensors
 
 

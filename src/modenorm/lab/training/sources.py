@@ -28,11 +28,15 @@ from modenorm.lab.training.ranks import Ranks
 
 @dataclass(frozen=True)
 class TrainingData:
-    """A data set, on the device or streamed, shared by the trainings that use it."""
+    """A data set, on the device or streamed, shared by the trainings that use it.
+
+    `description` changes when images are added, removed, renamed (if streamed) or changed (if not).
+    """
 
     train: Images
     test: Images
     about: About
+    description: str
 
 
 def batches_for(
@@ -105,7 +109,8 @@ class SharedData:
         assert folder is not None
         assert size is not None  # TrainConfig sees to both
         index = self._ranks.each(lambda: index_folder(folder))
-        self._ranks.compare("the data", _describe_folder(index, folder))
+        description = _describe_folder(index, folder)
+        self._ranks.compare("the data", description)
         train, test = (
             StreamedImages(
                 listing,
@@ -117,7 +122,7 @@ class SharedData:
             for listing in (index.train, index.test)
         )
         about = About(index.classes, (folder_name(config.dataset),), *IMAGENET)
-        return TrainingData(train, test, about)
+        return TrainingData(train, test, about, description)
 
     def _load(self, config: TrainConfig) -> TrainingData:
         key = (config.dataset, config.image_size)
@@ -130,11 +135,11 @@ class SharedData:
                 lambda: load(config.dataset, self._root, size=config.image_size)
             )
             self._sets[key] = data
-        if self._ranks.size > 1:
-            self._ranks.compare("the data", _describe_images(data))
-        return self._place(data, config)
+        description = _describe_images(data)
+        self._ranks.compare("the data", description)
+        return self._place(data, config, description)
 
-    def _place(self, data: DataSet, config: TrainConfig) -> TrainingData:
+    def _place(self, data: DataSet, config: TrainConfig, description: str) -> TrainingData:
         padding = PADDING if config.augment and config.crop == "padded" else 0
         layout = config.channels_last
         train = DeviceImages(data.train, self._device, padding=padding, channels_last=layout)
@@ -142,7 +147,7 @@ class SharedData:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # other streams are going to read it
         about = About(data.train.classes, data.train.domain_names, *train.scaling)
-        return TrainingData(train, test, about)
+        return TrainingData(train, test, about, description)
 
 
 def _cores_per_rank() -> int:
@@ -154,7 +159,7 @@ def _describe_folder(index: FolderIndex, folder: Path) -> str:
     """Count and hash the names of files; the folder may lie elsewhere on every rank."""
     digest = hashlib.sha256(repr(index.classes).encode())
     for path in index.paths:
-        digest.update(f"{path.relative_to(folder)}\n".encode())
+        digest.update(os.fsencode(path.relative_to(folder)) + b"\n")
     return _description(len(index.train.paths), len(index.test.paths), index.classes, digest)
 
 
@@ -162,7 +167,7 @@ def _describe_images(data: DataSet) -> str:
     digest = hashlib.sha256(repr(data.train.classes).encode())
     for part in (data.train, data.test):
         for tensor in (part.images, part.labels, part.domains):
-            pixels = tensor.contiguous().view(-1).numpy().view("uint8")
+            pixels = tensor.cpu().contiguous().view(-1).numpy().view("uint8")
             digest.update(str(zlib.crc32(pixels.data)).encode())
     return _description(len(data.train), len(data.test), data.train.classes, digest)
 

@@ -23,6 +23,7 @@ from modenorm.lab.models import generator_states, generators, load_generator_sta
 from modenorm.lab.provenance import provenance
 from modenorm.lab.training.checkpoint import Checkpoint, Position, copy_tensors, load_state
 from modenorm.lab.training.closing import AT_THE_END, PRUNING_SAMPLES, close, pruned
+from modenorm.lab.training.config import TrainConfig
 from modenorm.lab.training.evaluate import count_errors, errors
 from modenorm.lab.training.events import Events
 from modenorm.lab.training.ranks import Ranks
@@ -172,11 +173,16 @@ class Training:
         self._match_estimates()
         tensors = self._finite_tensors()
         position = replace(self.position, seconds=self.seconds)
-        checkpoint = Checkpoint(self.run.config, self.data.about, position, tensors)
+        checkpoint = self._checkpoint(self.run.config, position, tensors)
         if self.ranks.leads:
             checkpoint.save(self.run.checkpoint)
         self._saved, self._saved_at = mark, time.monotonic()
         self._save_seconds = self._saved_at - began
+
+    def _checkpoint(
+        self, config: TrainConfig, position: Position, tensors: dict[str, Tensor]
+    ) -> Checkpoint:
+        return Checkpoint(config, self.data.about, position, tensors, self.data.description)
 
     def _finite_tensors(self) -> dict[str, Tensor]:
         tensors = {name: tensor.detach().cpu() for name, tensor in self._tensors().items()}
@@ -204,6 +210,7 @@ class Training:
         if path.exists():
             checkpoint = Checkpoint.load(path)
             checkpoint.check_config(self.run.config, path)
+            checkpoint.check_data(self.data.about, self.data.description, path)
             checkpoint.check_length(self.schedule.total, path)
             load_state(self.model, checkpoint.part("model"), path)
             copy_tensors(self._step.momentum_buffers, checkpoint.part("momentum"), path)
@@ -348,7 +355,7 @@ class Training:
         found = errors((yield from self.lane.fetch(counts)), names)
         tensors = {f"model.{name}": t.detach().cpu() for name, t in model.state_dict().items()}
         smaller = dataclasses.replace(config, modes=report.num_modes, sparsity=0.0)
-        Checkpoint(smaller, self.data.about, self.position, tensors).save(self.run.pruned)
+        self._checkpoint(smaller, self.position, tensors).save(self.run.pruned)
         return {
             "num_modes": report.num_modes,
             "pruned_error": found.top1,

@@ -1,0 +1,68 @@
+"""Galleries of images that are decoded when they are needed: only those shown are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from modenorm.findings import ModeReport
+from modenorm.lab.data import ImageSet
+from modenorm.lab.data.streaming import ImageFiles, Place, StreamedImages
+from modenorm.lab.report.gallery import (
+    LARGEST_TILE,
+    Gallery,
+    _claims,
+    choose_layers,
+    look,
+    tile_picture,
+)
+from modenorm.recording import mode_layers
+
+BATCH = 64
+
+
+def make_streamed_gallery(
+    model: nn.Module,
+    images: StreamedImages,
+    dataset: str,
+    classes: tuple[str, ...],
+    domain_names: tuple[str, ...],
+    *,
+    layers: Sequence[str] = (),
+    count: int = 24,
+    most_layers: int = 12,
+) -> tuple[Gallery, ModeReport]:
+    """Look which images the modes of a trained model claim, as its evaluations see the images.
+
+    Args:
+        model: In evaluation mode, with mode norms or mode group norms.
+        images: Usually the test set.
+        dataset: Its name.
+        classes: Names of its labels.
+        domain_names: Names of its domains.
+        layers: Names of layers; without, all of them or `most_layers` spread evenly.
+        count: Images for each mode.
+        most_layers: See `layers`.
+    """
+    chosen = choose_layers(list(mode_layers(model)), layers, most_layers)
+    gates, report = look(model, images.batches(BATCH), chosen)
+    labels, domains = images.labels.cpu(), images.domains.cpu()
+    known = ImageSet(torch.empty(0), labels, domains, classes, domain_names)
+    tiles: dict[int, int] = {}
+    findings = {layer.name: layer.findings() for layer in report.layers}
+    found = tuple(
+        _claims(name, gates[name], known, count, tiles, tuple(findings[name])) for name in chosen
+    )
+    tile = min(LARGEST_TILE, images.size[0])
+    picture = tile_picture(_pixels(images, list(tiles)), tile)
+    return Gallery(dataset, len(images), tile, found, picture), report
+
+
+def _pixels(images: StreamedImages, samples: Sequence[int]) -> Tensor:
+    """Some of the images, uint8 (N, 3, S, S)."""
+    chunks = (samples[i : i + BATCH] for i in range(0, len(samples), BATCH))
+    places = ([Place(sample, None) for sample in chunk] for chunk in chunks)
+    decoded = images.deliver(ImageFiles(images.size[0]), places)
+    return torch.cat([pixels for pixels, _ in decoded]).permute(0, 3, 1, 2)
