@@ -30,6 +30,7 @@ def run(*args):
 
 def test_list(root):
     (root / "train_32x32.mat").unlink()
+    (root / "test_32x32.mat").unlink()
     result = run("list", "--data", root)
     assert result.exit_code == 0
     lines = {line.split()[1]: line for line in result.output.splitlines() if "│" in line}
@@ -37,6 +38,22 @@ def test_list(root):
     assert "MNIST/raw" in lines["mnist"]
     assert "not there" in lines["svhn"]
     assert "made by code" in lines["builtin"]
+
+
+def test_incomplete_sets(small):
+    (part,) = small.rglob("data_batch_3")
+    part.unlink()
+    words = f"cifar10 is incomplete: {part}: missing; CIFAR-10 needs it beside data_batch_1"
+    result = run("list", "--data", small)
+    assert result.exit_code == 0
+    (line,) = (line for line in result.output.splitlines() if "│ cifar10 " in line)
+    assert "incomplete" in line
+    assert words in result.output
+    result = run("verify", "--data", small)
+    assert result.exit_code == 2
+    assert result.output.count("│ ok") == 8  # of the other four sets
+    assert words in result.output
+    assert run("verify", "mnist", "--data", small).exit_code == 0
 
 
 def test_verify_as_published(small, tmp_path):

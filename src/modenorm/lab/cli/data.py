@@ -25,7 +25,7 @@ from modenorm.lab.data import DataError
 from modenorm.lab.data.cache import FOLDER
 from modenorm.lab.data.catalog import MULTITASK, PUBLISHED
 from modenorm.lab.data.download import download as get
-from modenorm.lab.data.verify import Verdict, present, write_json
+from modenorm.lab.data.verify import Verdict, incomplete, present, write_json
 from modenorm.lab.data.verify import verify as check
 
 app = typer.Typer(help="List, download and verify data sets.", no_args_is_help=True)
@@ -58,17 +58,19 @@ def list_sets(data: Folder = Path("data")) -> None:
     """Show which data sets are in the folder."""
     headings = ("name", "images", "classes", "files", "cached")
     table = make_table(*headings, right=("images", "classes"), title=f"Data sets in {data}")
-    there = present(data)
+    there, broken = present(data), incomplete(data)
     for name, published in PUBLISHED.items():
         images = " + ".join(str(sum(counts)) for counts in published.histograms.values())
-        missing = Text("not there", style="dim")
-        where = str(published.find(data)[0].parent) if name in there else missing
+        lacking = Text("incomplete", style="red") if name in broken else Text("not there", "dim")
+        where = str(published.find(data)[0].parent) if name in there else lacking
         cached = (data / FOLDER / f"{name}.safetensors").exists()
         classes = str(len(published.classes))
         table.add_row(name, images, classes, where, "yes" if cached else "")
     table.add_row("multitask", "243257 + 56032", "40", ", ".join(MULTITASK), "")
     table.add_row("builtin", "12000 + 4000", "40", "made by code", "")
     make_console().print(table)
+    for name, missing in broken.items():
+        make_console(soft_wrap=True).print(f"{name} is incomplete: {missing}")
 
 
 @app.command()
@@ -112,17 +114,20 @@ def verify(
 ) -> None:
     """Compare counts, shapes and labels with the published ones; without names, all there is."""
     chosen = names or present(data)
-    if not chosen:
+    broken = {} if names else incomplete(data)
+    if not chosen and not broken:
         raise DataError(f"no data set in {data}: expected one of {', '.join(PUBLISHED)}")
     verdicts = []
     with Console(stderr=True).status("") as status:
         for name in chosen:
             status.update(f"reading {name}")
             verdicts += check(name, data)
-    make_console().print(_table(verdicts))
+    if verdicts:
+        make_console().print(_table(verdicts))
     if json is not None:
         write_json(json, verdicts)
     wrong = [f"{v.dataset} {v.split}: {problem}" for v in verdicts for problem in v.problems]
+    wrong += [f"{name} is incomplete: {missing}" for name, missing in broken.items()]
     if wrong:
         raise DataError("\n".join(wrong))
 

@@ -11,6 +11,10 @@ from pathlib import Path
 from modenorm.lab.data.sets import DataError
 
 
+class IncompleteError(DataError):
+    """Some files of a set are there, but not all of them."""
+
+
 @dataclass(frozen=True)
 class Form:
     """One way in which a set is stored: all of `names` in one of the folders `places`."""
@@ -33,7 +37,8 @@ def find(title: str, forms: Sequence[Form], root: Path) -> list[Path]:
         present = [path for path in paths if path.is_file()]
         if present:
             missing = next(path for path in paths if path not in present)
-            raise DataError(f"{missing}: missing; {title} needs it beside {present[0].name}")
+            needs = f"{title} needs it beside {present[0].name}"
+            raise IncompleteError(f"{missing}: missing; {needs}")
     expected = " or ".join(str(paths[0]) for paths in (form.candidates(root)[0] for form in forms))
     raise DataError(f"no {title} in {root}: expected {expected} (see `modenorm data download`)")
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from modenorm.lab.data.catalog import MULTITASK, PUBLISHED
-from modenorm.lab.data.files import md5
+from modenorm.lab.data.files import IncompleteError, md5
 from modenorm.lab.data.registry import load
 from modenorm.lab.data.sets import DataError, ImageSet
 from modenorm.lab.provenance import commit
@@ -45,6 +45,19 @@ def present(root: Path) -> list[str]:
 
     names = [name for name in PUBLISHED if found(name)]
     return names + ["multitask"] * (set(MULTITASK) <= set(names))
+
+
+def incomplete(root: Path) -> dict[str, str]:
+    """The sets of which some files are below `root` and others are not, and what is missing."""
+    missing = {}
+    for name, published in PUBLISHED.items():
+        try:
+            published.find(root)
+        except IncompleteError as error:
+            missing[name] = str(error)
+        except DataError:
+            pass
+    return missing
 
 
 def verify(name: str, root: Path) -> list[Verdict]:
