@@ -24,7 +24,7 @@ from modenorm.lab.report import (
     write_page,
 )
 from modenorm.lab.report.gallery import write_picture
-from modenorm.lab.streamed_gallery import make_streamed_gallery
+from modenorm.lab.report.streamed_gallery import make_streamed_gallery
 from modenorm.lab.training import Checkpoint, load_model
 from modenorm.lab.training.files import write_whole
 from modenorm.lab.training.sources import SharedData

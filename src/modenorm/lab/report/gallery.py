@@ -181,14 +181,14 @@ def make_gallery(
     tiles: dict[int, int] = {}
     findings = {layer.name: layer.findings() for layer in report.layers}
     found = tuple(
-        _claims(name, gates[name], images, count, tiles, tuple(findings[name])) for name in chosen
+        claims(name, gates[name], images, count, tiles, tuple(findings[name])) for name in chosen
     )
     pictures = images.images[list(tiles)]
     tile = min(LARGEST_TILE, images.images.shape[-1])
     return Gallery(dataset, len(images), tile, found, tile_picture(pictures, tile)), report
 
 
-def _claims(
+def claims(
     name: str,
     gates: Tensor,
     images: ImageSet,
@@ -196,6 +196,7 @@ def _claims(
     tiles: dict[int, int],
     findings: tuple[str, ...],
 ) -> LayerClaims:
+    """The samples that the modes of a layer claim; `tiles` learns which images are shown."""
     modes = []
     for k, samples in enumerate(strongest(gates, count)):
         claims = tuple(

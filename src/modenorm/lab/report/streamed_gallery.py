@@ -13,8 +13,8 @@ from modenorm.lab.data.streaming import ImageFiles, Place, StreamedImages
 from modenorm.lab.report.gallery import (
     LARGEST_TILE,
     Gallery,
-    _claims,
     choose_layers,
+    claims,
     look,
     tile_picture,
 )
@@ -53,7 +53,7 @@ def make_streamed_gallery(
     tiles: dict[int, int] = {}
     findings = {layer.name: layer.findings() for layer in report.layers}
     found = tuple(
-        _claims(name, gates[name], known, count, tiles, tuple(findings[name])) for name in chosen
+        claims(name, gates[name], known, count, tiles, tuple(findings[name])) for name in chosen
     )
     tile = min(LARGEST_TILE, images.size[0])
     picture = tile_picture(_pixels(images, list(tiles)), tile)
