@@ -85,23 +85,6 @@ def test_the_papers_number_stands_beside_ours(runs):
     assert "42.17 Table 9" in text
 
 
-def test_experiments_and_variants_are_named_by_what_differs(tmp_path):
-    for batch in (32, 128):
-        fake_run(tmp_path, norm="bn", batch=batch)
-        for gate in ("linear", "standardized"):
-            fake_run(tmp_path, norm="mn", modes=2, batch=batch, gate=gate)
-    fake_run(tmp_path, norm="bn", batch=32, modes=7, seed=1)  # batch norm has no modes
-    small, large = group(read_records([tmp_path]))
-    assert [small.title, large.title] == [
-        "lenet on builtin, batch 32",
-        "lenet on builtin, batch 128",
-    ]
-    labels = ["BN", "MN K=2, gate linear", "MN K=2, gate standardized"]
-    assert [variant.label for variant in small.variants] == labels
-    assert [len(variant.runs) for variant in small.variants] == [2, 1, 1]
-    assert len(small.sentences()) == 2
-
-
 def test_a_verdict_is_careful(runs, tmp_path):
     (experiment,) = group(read_records([runs]))
     (sentence,) = experiment.sentences()
