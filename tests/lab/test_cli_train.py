@@ -1,4 +1,5 @@
 import io
+import json
 import signal
 import sys
 from collections.abc import Callable
@@ -137,6 +138,18 @@ def test_broken_runs_are_listed_with_the_others(command: Command) -> None:
     assert "a[red]b" in listing
     assert f"{first.path.name}: config.json cannot be read" in listing
     assert f"{second.path.name}: metrics.jsonl, line 2: no evaluation" in listing
+
+
+def test_errors_of_done_runs_are_those_of_the_result(command: Command) -> None:
+    command("train", *SHORT, "--eval-every", "1")
+    (run,) = find_runs(Path("runs"))
+    changed = run.result() | {"final_error": 43.21, "top_error": 12.34}
+    (run.path / "result.json").write_text(json.dumps(changed))
+    run.set_metrics(run.metrics()[:2])
+    code, listing, _ = command("runs", "runs")
+    assert code == 0
+    assert all(word in listing for word in ("43.21", "12.34", "32", "broken"))
+    assert "metrics.jsonl ends at step 2, but the training took 4 steps" in listing
 
 
 def test_settings_reach_the_configuration(command: Command) -> None:

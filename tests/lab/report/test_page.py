@@ -151,6 +151,8 @@ def broken_runs(folder: Path) -> dict[str, str]:
     damaged("metrics-binary", "metrics.jsonl", b"\xff\xfe\x00")
     damaged("metrics-half", "metrics.jsonl", '{"samples": 1, "test_error": 5}\nnonsense\n')
     damaged("metrics-text", "metrics.jsonl", '{"samples": "many", "test_error": NaN}\n')
+    damaged("metrics-cut", "metrics.jsonl", '{"step": 10, "samples": 1280, "test_error": 5}\n')
+    damaged("metrics-gone", "metrics.jsonl", None)
     damaged("metrics-deep", "metrics.jsonl", "[" * 100_000 + "\n")
     damaged("no-result", "result.json", None)
     damaged("result-empty", "result.json", "{}")
@@ -166,6 +168,8 @@ def broken_runs(folder: Path) -> dict[str, str]:
         "metrics-binary": "metrics.jsonl cannot be read",
         "metrics-half": "metrics.jsonl, line 2",
         "metrics-text": "no evaluation with numbers",
+        "metrics-cut": "metrics.jsonl ends at step 10, but the training took 50 steps",
+        "metrics-gone": "metrics.jsonl ends at step 0, but",
         "metrics-deep": "metrics.jsonl, line 1",
         "no-result": "result.json is missing",
         "result-empty": "result.json has no final_error",

@@ -81,6 +81,7 @@ def read_record(folder: Path) -> Record:
     done, failed = (folder / "done").exists(), (folder / "failed").exists()
     if done:
         _read_result(record)
+        _check_end(record)
     try:
         record.gallery = Gallery.load(folder)
     except ValueError as error:
@@ -139,6 +140,16 @@ def _read_result(record: Record) -> None:
         record.problems.append("result.json has domain_errors that are not a JSON object")
     else:
         record.result = result
+
+
+def _check_end(record: Record) -> None:
+    """Note if the evaluations of a result are not all there."""
+    steps = record.result.get("steps")
+    last = record.metrics[-1].get("step") if record.metrics else 0
+    if steps is not None and last != steps:
+        record.problems.append(
+            f"metrics.jsonl ends at step {last}, but the training took {steps} steps"
+        )
 
 
 def _is_evaluation(entry: Any) -> bool:
