@@ -136,6 +136,7 @@ def test_train_command_refuses(tmp_path):
     for arguments, message in (
         (["--model", "alexnet"], "unknown model 'alexnet': expected lenet"),
         (["--steps", "10", "--device", "cpu"], "steps is 10, but must exceed 32"),
+        (["--model", "lenet", "--size", "16"], "lenet needs 32×32 images, this benchmark has 16"),
     ):
         result = CliRunner().invoke(app, ["bench", "train", *arguments])
         assert message in str(result.exception)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from modenorm.lab.cli import main
 from modenorm.lab.cli.shown import make_console
@@ -233,6 +234,33 @@ def test_mistakes_are_told_in_one_sentence(
     assert message in errors
     assert len(errors.strip().splitlines()) == 1
     assert out == ""
+
+
+def test_images_of_another_size_are_told_in_one_sentence(command: Command) -> None:
+    for part in ("train", "val"):
+        for name in "ab":
+            Path("f64", part, name).mkdir(parents=True)
+            Image.new("RGB", (64, 48)).save(Path("f64", part, name, "image.png"))
+    code, _, message = command("train", *SHORT, "--dataset", "folder:f64")
+    assert code == 2
+    assert message == (
+        "modenorm: lenet needs 32×32 images, folder:f64 has 48×64: set --image-size 32 or choose "
+        "resnet20\n"
+    )
+    assert not Path("runs").exists()
+    assert command("train", *SHORT, "--dataset", "folder:f64", "--image-size", "32")[0] == 0
+    command("train", *SHORT, "--norm", "mn")
+    run = next(Path("runs").glob("*builtin*"))
+    code, _, message = command("modes", str(run), "--dataset", "folder:f64")
+    assert code == 2
+    assert "folder:f64 has 48×64: set another --dataset" in message
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for what is there")
+def test_modes_say_if_there_is_no_gpu(command: Command) -> None:
+    code, _, message = command("modes", "nowhere", "--device", "cuda")
+    assert code == 2
+    assert "torch finds none: use --device cpu" in message
 
 
 def test_a_diverging_run_says_so(command: Command) -> None:

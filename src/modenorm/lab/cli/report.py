@@ -9,6 +9,7 @@ from modenorm.findings import ModeReport
 from modenorm.lab.cli.shown import make_console
 from modenorm.lab.data import NAMES, load
 from modenorm.lab.experiments.published import published_numbers
+from modenorm.lab.models import check_size
 from modenorm.lab.report import (
     Gallery,
     Page,
@@ -22,6 +23,7 @@ from modenorm.lab.report import (
 from modenorm.lab.report.gallery import write_picture
 from modenorm.lab.training import Checkpoint, load_model
 from modenorm.lab.training.files import write_whole
+from modenorm.lab.training.runner import choose_device
 
 PICTURES = (".png", ".jpg", ".webp")
 
@@ -79,9 +81,11 @@ def modes_command(
     if kind not in (".html", *PICTURES):
         raise ValueError(f"--output is {output}; its name must end in .html or .png")
     file = path / "checkpoint.safetensors" if path.is_dir() else path
-    model, checkpoint = load_model(file, device)
+    model, checkpoint = load_model(file, choose_device(device))
     name = dataset or checkpoint.config.dataset
     images = load(name, data, size=checkpoint.config.image_size).test
+    height, width = images.images.shape[2:]
+    check_size(checkpoint.config.model, (height, width), name, "set another --dataset")
     scaling = (checkpoint.about.mean, checkpoint.about.std)
     gallery, report = make_gallery(model, images, name, scaling, layers=layer, count=count)
     if path.is_dir() and not layer:

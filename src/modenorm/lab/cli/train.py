@@ -215,8 +215,8 @@ def _errors(record: Record) -> tuple[int, list[float]]:
     metrics, result = record.metrics, record.result
     samples = metrics[-1]["samples"] if metrics else 0
     if result:
-        seen = result.get("samples_seen")
-        return seen if is_number(seen) else samples, [result["final_error"], result["top_error"]]
+        samples = result["samples_seen"] if is_number(result.get("samples_seen")) else samples
+        return samples, [result["final_error"], result["top_error"]]
     errors = [entry["test_error"] for entry in metrics]
     return samples, [errors[-1], min(errors)] if errors else []
 
