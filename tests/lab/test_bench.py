@@ -132,6 +132,39 @@ def test_a_line_without_its_fields_is_told_of(tmp_path):
         with_tables("<!-- table layer layer.jsonl --><!-- end -->", tmp_path)
 
 
+LAYER_ROW = {
+    "shape": "1x2x3x4", "layout": "NCHW", "dtype": "float32", "norm": "mn2", "floor_us": 7.0,
+    "device_us": 9.0, "device": "H", "torch": "2", "commit": "abc", "date": "2026-01-01",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("table", "change", "message"),
+    [
+        ("layers", {}, r"unknown table 'layers' of bench\.jsonl: expected layer, eager"),
+        ("layer", {"device": None}, r"bench\.jsonl has a line with something else"),
+        ("layer", {"floor_us": "fast"}, r"bench\.jsonl has a line with something else"),
+        ("layer", {"shape": 3}, r"bench\.jsonl has a line with something else"),
+    ],
+)
+def test_odd_results_are_told_of(tmp_path, table, change, message):
+    (tmp_path / "bench.jsonl").write_text(json.dumps(LAYER_ROW | change) + "\n")
+    with pytest.raises(ValueError, match=message):
+        with_tables(f"<!-- table {table} bench.jsonl --><!-- end -->", tmp_path)
+
+
+def test_results_of_other_tensors_are_no_headline(tmp_path):
+    (tmp_path / "bench.jsonl").write_text(json.dumps(LAYER_ROW) + "\n")
+    page = with_tables("<!-- table headline bench.jsonl --><!-- end -->", tmp_path)
+    assert page == "<!-- table headline bench.jsonl -->\n\n_not measured yet_\n\n<!-- end -->"
+
+
+def test_the_floor_needs_no_batch_norm(tmp_path):
+    (tmp_path / "bench.jsonl").write_text(json.dumps(LAYER_ROW) + "\n")
+    page = with_tables("<!-- table layer bench.jsonl --><!-- end -->", tmp_path)
+    assert "| 1×2×3×4 NCHW float32 | 7 |  |" in page
+
+
 def test_train_command_refuses(tmp_path):
     for arguments, message in (
         (["--model", "alexnet"], "unknown model 'alexnet': expected lenet"),
