@@ -165,6 +165,30 @@ def test_the_floor_needs_no_batch_norm(tmp_path):
     assert "| 1×2×3×4 NCHW float32 | 7 |  |" in page
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["model", "--dtype", "foo"], "dtype is 'foo'; it must be one of float32, bfloat16"),
+        (["model", "--model", "lenet"], "lenet needs 32×32 images, this benchmark has 224×224"),
+        (["model", "--model", "resnet50", "--norm", "gn2"], "resnet50"),
+        (["sync", "--shape", "1x4x1x1"], "shape is 1x4x1x1; a channel must have more than one"),
+        (["model", "--batch", "-1"], "Invalid value for '--batch'"),
+        (["model", "--batch", "0"], "Invalid value for '--batch'"),
+        (["model", "--size", "0"], "Invalid value for '--size'"),
+        (["layer", "--modes", "0"], "Invalid value for '--modes'"),
+        (["sync", "--modes", "0"], "Invalid value for '--modes'"),
+        (["sync", "--steps", "0"], "Invalid value for '--steps'"),
+        (["sync", "--steps", "-3"], "Invalid value for '--steps'"),
+    ],
+)
+def test_bad_values_are_told_in_a_sentence(arguments, message):
+    small = ["--batch", "1"] if arguments[0] == "model" else []
+    result = CliRunner().invoke(app, ["bench", arguments[0], *small, *arguments[1:]])
+    assert result.exit_code != 0
+    assert isinstance(result.exception, ValueError | SystemExit)
+    assert message in f"{result.exception} {result.output}"
+
+
 def test_train_command_refuses(tmp_path):
     for arguments, message in (
         (["--model", "alexnet"], "unknown model 'alexnet': expected lenet"),

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 from modenorm.lab.cli import main
+from modenorm.lab.cli import train as train_commands
 from modenorm.lab.cli.shown import make_console
 from modenorm.lab.cli.train import ProgressReport
 from modenorm.lab.data import DataSet, ImageSet
@@ -210,6 +211,9 @@ def test_imagenet_is_looked_for_among_the_data(command: Command) -> None:
         (["--dataset", "nowhere"], "unknown data set 'nowhere'"),
         (["--dataset", "cifar10"], "cifar"),
         (["--batch", "0"], "batch is 0"),
+        (["--lr", "1e300"], "lr is 1e+300, but must be above 0 and at most 3.40282e+38"),
+        (["--lr", "1e39"], "lr is 1e+39, but must be above 0 and at most 3.40282e+38"),
+        (["--lr", "nan"], "lr is nan, but must be above 0"),
         (["--image-size", "16"], "image_size is 16, but builtin has a size of its own"),
         (["--milestones", "a,b"], "expected whole numbers"),
         (["--norm", "mgn", "--modes", "auto"], "--modes auto is for mn alone: use --norm mn"),
@@ -254,6 +258,41 @@ def test_images_of_another_size_are_told_in_one_sentence(command: Command) -> No
     code, _, message = command("modes", str(run), "--dataset", "folder:f64")
     assert code == 2
     assert "folder:f64 has 48×64: set another --dataset" in message
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (RuntimeError("can't allocate memory: you tried to allocate 9 bytes. Error code 12"), "9"),
+        (RuntimeError("not enough memory: you tried to allocate 9 bytes."), "9"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 bytes."), "9"),
+        (MemoryError("Unable to allocate 9 bytes for an array"), "9"),
+        (RuntimeError("Storage size calculation overflowed with sizes=[1]"), ""),
+    ],
+    ids=str,
+)
+def test_too_little_memory_is_told_in_one_sentence(
+    command: Command, monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
+) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise error
+
+    monkeypatch.setattr(train_commands, "train_many", refuse)
+    code, _, message = command("train", *SHORT)
+    assert code == 2
+    size = f" for {words} bytes more" if words else ""
+    start = f"modenorm: there is not enough memory{size}: use a smaller batch"
+    assert message.splitlines()[-1].startswith(start)
+    assert "Traceback" not in message
+
+
+def test_other_errors_are_not_hidden(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("a mistake of ours")
+
+    monkeypatch.setattr(train_commands, "train_many", fail)
+    with pytest.raises(RuntimeError, match="a mistake of ours"):
+        command("train", *SHORT)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for what is there")

@@ -117,6 +117,35 @@ def test_what_cannot_be_used_is_named(runs, tmp_path):
     assert collect(CELLS, tmp_path / "nowhere").lines == []
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"seconds": None}, "seconds None, which is not a finite number"),
+        ({"top_error": math.nan}, "top_error nan, which is not a finite number"),
+        ({"seed": "0"}, "seed '0', which is not a whole number"),
+        ({"date": 3}, "date 3, which is not a text"),
+        ({"gates": []}, "gates [], which is not an object"),
+    ],
+    ids=str,
+)
+def test_lines_of_wrong_types_are_named(runs, tmp_path, change, words):
+    lines = collect(CELLS, runs).lines
+    lines[1] |= change
+    path = tmp_path / "table1.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ValueError, match=r"table1\.jsonl, line 2 has ") as error:
+        read_lines(path)
+    assert words in str(error.value)
+
+
+def test_results_of_wrong_types_are_left_out(tmp_path):
+    odd = fake_run(BN, tmp_path, 0, 14.0, 15.0, seconds=None)
+    found = collect(CELLS, tmp_path)
+    assert found.lines == []
+    words = "result.json has seconds None, which is not a finite number"
+    assert found.problems == [f"{odd.name} is left out: {words}"]
+
+
 def test_results_are_merged(runs, tmp_path):
     path = tmp_path / "results" / "table1.jsonl"
     lines = collect(CELLS, runs).lines
