@@ -12,10 +12,12 @@ import torch
 from PIL import Image
 
 from modenorm.lab.cli import main
+from modenorm.lab.cli import report as report_commands
 from modenorm.lab.cli import train as train_commands
 from modenorm.lab.cli.shown import make_console
 from modenorm.lab.cli.train import ProgressReport
 from modenorm.lab.data import DataSet, ImageSet
+from modenorm.lab.report import Gallery
 from modenorm.lab.training import Run, Training, find_runs, load_model, recipe, sources
 from modenorm.lab.training.checkpoint import Position
 
@@ -293,6 +295,22 @@ def test_other_errors_are_not_hidden(command: Command, monkeypatch: pytest.Monke
     monkeypatch.setattr(train_commands, "train_many", fail)
     with pytest.raises(RuntimeError, match="a mistake of ours"):
         command("train", *SHORT)
+
+
+def test_modes_of_a_folder_that_cannot_be_written_are_shown(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(gallery: Gallery, folder: Path) -> None:
+        raise OSError(f"cannot write {folder / 'gallery.webp'}: Read-only file system")
+
+    command("train", *SHORT, "--norm", "mn")
+    (run,) = find_runs(Path("runs"))
+    monkeypatch.setattr(Gallery, "save", refuse)
+    monkeypatch.setattr(report_commands, "load", sources.load)
+    code, out, _ = command("modes", str(run.path), "-o", "modes.html", "--count", "2")
+    assert code == 0
+    assert "not kept for the report: cannot write" in out
+    assert Path("modes.html").stat().st_size > 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for what is there")

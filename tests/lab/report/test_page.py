@@ -1,5 +1,6 @@
 """Numbers on the page equal the run files; nothing on disk can break the page or run in it."""
 
+import errno
 import json
 import re
 import statistics
@@ -204,6 +205,26 @@ def test_broken_runs_are_shown_as_such(runs):
     assert sum(value is not None for value in finals) == 6 + sum(
         name.startswith(("metrics", "config", "no-config")) for name in expected
     )
+
+
+@pytest.mark.parametrize("method", ["iterdir", "exists"])
+def test_an_unreadable_directory_is_one_broken_run(runs, monkeypatch, method):
+    closed = runs / "closed"
+    closed.mkdir()
+    real = getattr(Path, method)
+
+    def refuse(path, *args, **kwargs):
+        if closed in (path, path.parent):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, *args, **kwargs)
+
+    (closed / "config.json").write_text("{}")
+    monkeypatch.setattr(Path, method, refuse)
+    records = {record.name: record for record in read_records([runs])}
+    assert len(records) == 7
+    assert records["closed"].state == "broken"
+    assert "the directory cannot be read" in records["closed"].problems[0]
+    assert "1 run broken" in text_of(render(list(records.values()), Page()))
 
 
 def test_odd_modes_in_metrics_are_left_out(tmp_path):

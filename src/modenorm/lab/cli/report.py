@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import typer
+from rich.console import Console
 
 from modenorm.findings import ModeReport
 from modenorm.lab.cli.shown import make_console
@@ -88,17 +89,24 @@ def modes_command(
     check_size(checkpoint.config.model, (height, width), name, "set another --dataset")
     scaling = (checkpoint.about.mean, checkpoint.about.std)
     gallery, report = make_gallery(model, images, name, scaling, layers=layer, count=count)
+    console = make_console()
     if path.is_dir() and not layer:
-        gallery.save(path)
+        _keep(gallery, path, console)
     if json is not None:
         write_whole(json, report.to_json().encode())
     if kind == ".html":
         write_page(output, [_record(path, checkpoint, gallery)], _page(name, file, report))
     else:
         write_picture(contact_sheet(gallery), output)
-    console = make_console()
     console.print(report.table())
     console.print(f"{output} shows what each mode claims", soft_wrap=True)
+
+
+def _keep(gallery: Gallery, folder: Path, console: Console) -> None:
+    try:
+        gallery.save(folder)
+    except OSError as error:
+        console.print(f"The gallery is not kept for the report: {error}", soft_wrap=True)
 
 
 def _record(path: Path, checkpoint: Checkpoint, gallery: Gallery) -> Record:
