@@ -132,10 +132,68 @@ def test_a_line_without_its_fields_is_told_of(tmp_path):
         with_tables("<!-- table layer layer.jsonl --><!-- end -->", tmp_path)
 
 
+LAYER_ROW = {
+    "shape": "1x2x3x4", "layout": "NCHW", "dtype": "float32", "norm": "mn2", "floor_us": 7.0,
+    "device_us": 9.0, "device": "H", "torch": "2", "commit": "abc", "date": "2026-01-01",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("table", "change", "message"),
+    [
+        ("layers", {}, r"unknown table 'layers' of bench\.jsonl: expected layer, eager"),
+        ("layer", {"device": None}, r"bench\.jsonl has a line with something else"),
+        ("layer", {"floor_us": "fast"}, r"bench\.jsonl has a line with something else"),
+        ("layer", {"shape": 3}, r"bench\.jsonl has a line with something else"),
+    ],
+)
+def test_odd_results_are_told_of(tmp_path, table, change, message):
+    (tmp_path / "bench.jsonl").write_text(json.dumps(LAYER_ROW | change) + "\n")
+    with pytest.raises(ValueError, match=message):
+        with_tables(f"<!-- table {table} bench.jsonl --><!-- end -->", tmp_path)
+
+
+def test_results_of_other_tensors_are_no_headline(tmp_path):
+    (tmp_path / "bench.jsonl").write_text(json.dumps(LAYER_ROW) + "\n")
+    page = with_tables("<!-- table headline bench.jsonl --><!-- end -->", tmp_path)
+    assert page == "<!-- table headline bench.jsonl -->\n\n_not measured yet_\n\n<!-- end -->"
+
+
+def test_the_floor_needs_no_batch_norm(tmp_path):
+    (tmp_path / "bench.jsonl").write_text(json.dumps(LAYER_ROW) + "\n")
+    page = with_tables("<!-- table layer bench.jsonl --><!-- end -->", tmp_path)
+    assert "| 1×2×3×4 NCHW float32 | 7 |  |" in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["model", "--dtype", "foo"], "dtype is 'foo'; it must be one of float32, bfloat16"),
+        (["model", "--model", "lenet"], "lenet needs 32×32 images, this benchmark has 224×224"),
+        (["model", "--model", "resnet50", "--norm", "gn2"], "resnet50"),
+        (["sync", "--shape", "1x4x1x1"], "shape is 1x4x1x1; a channel must have more than one"),
+        (["model", "--batch", "-1"], "Invalid value for '--batch'"),
+        (["model", "--batch", "0"], "Invalid value for '--batch'"),
+        (["model", "--size", "0"], "Invalid value for '--size'"),
+        (["layer", "--modes", "0"], "Invalid value for '--modes'"),
+        (["sync", "--modes", "0"], "Invalid value for '--modes'"),
+        (["sync", "--steps", "0"], "Invalid value for '--steps'"),
+        (["sync", "--steps", "-3"], "Invalid value for '--steps'"),
+    ],
+)
+def test_bad_values_are_told_in_a_sentence(arguments, message):
+    small = ["--batch", "1"] if arguments[0] == "model" else []
+    result = CliRunner().invoke(app, ["bench", arguments[0], *small, *arguments[1:]])
+    assert result.exit_code != 0
+    assert isinstance(result.exception, ValueError | SystemExit)
+    assert message in f"{result.exception} {result.output}"
+
+
 def test_train_command_refuses(tmp_path):
     for arguments, message in (
         (["--model", "alexnet"], "unknown model 'alexnet': expected lenet"),
         (["--steps", "10", "--device", "cpu"], "steps is 10, but must exceed 32"),
+        (["--model", "lenet", "--size", "16"], "lenet needs 32×32 images, this benchmark has 16"),
     ):
         result = CliRunner().invoke(app, ["bench", "train", *arguments])
         assert message in str(result.exception)

@@ -1,4 +1,5 @@
 import io
+import json
 import signal
 import sys
 from collections.abc import Callable
@@ -8,11 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from modenorm.lab.cli import main
+from modenorm.lab.cli import report as report_commands
+from modenorm.lab.cli import train as train_commands
 from modenorm.lab.cli.shown import make_console
 from modenorm.lab.cli.train import ProgressReport
 from modenorm.lab.data import DataSet, ImageSet
+from modenorm.lab.report import Gallery
 from modenorm.lab.training import Run, Training, find_runs, load_model, recipe, sources
 from modenorm.lab.training.checkpoint import Position
 
@@ -139,6 +144,18 @@ def test_broken_runs_are_listed_with_the_others(command: Command) -> None:
     assert f"{second.path.name}: metrics.jsonl, line 2: no evaluation" in listing
 
 
+def test_errors_of_done_runs_are_those_of_the_result(command: Command) -> None:
+    command("train", *SHORT, "--eval-every", "1")
+    (run,) = find_runs(Path("runs"))
+    changed = run.result() | {"final_error": 43.21, "top_error": 12.34}
+    (run.path / "result.json").write_text(json.dumps(changed))
+    run.set_metrics(run.metrics()[:2])
+    code, listing, _ = command("runs", "runs")
+    assert code == 0
+    assert all(word in listing for word in ("43.21", "12.34", "32", "broken"))
+    assert "metrics.jsonl ends at step 2, but the training took 4 steps" in listing
+
+
 def test_settings_reach_the_configuration(command: Command) -> None:
     code, _, _ = command(
         "train", *SHORT, "--milestones", "2,3", "--augment", "--weight-decay", "0.001",
@@ -196,6 +213,9 @@ def test_imagenet_is_looked_for_among_the_data(command: Command) -> None:
         (["--dataset", "nowhere"], "unknown data set 'nowhere'"),
         (["--dataset", "cifar10"], "cifar"),
         (["--batch", "0"], "batch is 0"),
+        (["--lr", "1e300"], "lr is 1e+300, but must be above 0 and at most 3.40282e+38"),
+        (["--lr", "1e39"], "lr is 1e+39, but must be above 0 and at most 3.40282e+38"),
+        (["--lr", "nan"], "lr is nan, but must be above 0"),
         (["--image-size", "16"], "image_size is 16, but builtin has a size of its own"),
         (["--milestones", "a,b"], "expected whole numbers"),
         (["--norm", "mgn", "--modes", "auto"], "--modes auto is for mn alone: use --norm mn"),
@@ -220,6 +240,84 @@ def test_mistakes_are_told_in_one_sentence(
     assert message in errors
     assert len(errors.strip().splitlines()) == 1
     assert out == ""
+
+
+def test_images_of_another_size_are_told_in_one_sentence(command: Command) -> None:
+    for part in ("train", "val"):
+        for name in "ab":
+            Path("f64", part, name).mkdir(parents=True)
+            Image.new("RGB", (64, 48)).save(Path("f64", part, name, "image.png"))
+    code, _, message = command("train", *SHORT, "--dataset", "folder:f64")
+    assert code == 2
+    assert message == (
+        "modenorm: lenet needs 32×32 images, folder:f64 has 48×64: set --image-size 32 or choose "
+        "resnet20\n"
+    )
+    assert not Path("runs").exists()
+    assert command("train", *SHORT, "--dataset", "folder:f64", "--image-size", "32")[0] == 0
+    command("train", *SHORT, "--norm", "mn")
+    run = next(Path("runs").glob("*builtin*"))
+    code, _, message = command("modes", str(run), "--dataset", "folder:f64")
+    assert code == 2
+    assert "folder:f64 has 48×64: set another --dataset" in message
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (RuntimeError("can't allocate memory: you tried to allocate 9 bytes. Error code 12"), "9"),
+        (RuntimeError("not enough memory: you tried to allocate 9 bytes."), "9"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 bytes."), "9"),
+        (MemoryError("Unable to allocate 9 bytes for an array"), "9"),
+        (RuntimeError("Storage size calculation overflowed with sizes=[1]"), ""),
+    ],
+    ids=str,
+)
+def test_too_little_memory_is_told_in_one_sentence(
+    command: Command, monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
+) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise error
+
+    monkeypatch.setattr(train_commands, "train_many", refuse)
+    code, _, message = command("train", *SHORT)
+    assert code == 2
+    size = f" for {words} bytes more" if words else ""
+    start = f"modenorm: there is not enough memory{size}: use a smaller batch"
+    assert message.splitlines()[-1].startswith(start)
+    assert "Traceback" not in message
+
+
+def test_other_errors_are_not_hidden(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("a mistake of ours")
+
+    monkeypatch.setattr(train_commands, "train_many", fail)
+    with pytest.raises(RuntimeError, match="a mistake of ours"):
+        command("train", *SHORT)
+
+
+def test_modes_of_a_folder_that_cannot_be_written_are_shown(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(gallery: Gallery, folder: Path) -> None:
+        raise OSError(f"cannot write {folder / 'gallery.webp'}: Read-only file system")
+
+    command("train", *SHORT, "--norm", "mn")
+    (run,) = find_runs(Path("runs"))
+    monkeypatch.setattr(Gallery, "save", refuse)
+    monkeypatch.setattr(report_commands, "load", sources.load)
+    code, out, _ = command("modes", str(run.path), "-o", "modes.html", "--count", "2")
+    assert code == 0
+    assert "not kept for the report: cannot write" in out
+    assert Path("modes.html").stat().st_size > 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for what is there")
+def test_modes_say_if_there_is_no_gpu(command: Command) -> None:
+    code, _, message = command("modes", "nowhere", "--device", "cuda")
+    assert code == 2
+    assert "torch finds none: use --device cpu" in message
 
 
 def test_a_diverging_run_says_so(command: Command) -> None:

@@ -28,6 +28,8 @@ def fake_run(cell: Cell, runs: Path, seed: int, top: float, final: float, **chan
         "commit": "abc",
         "date": "2026-01-02T03:04:05+00:00",
     }
+    last = {"step": 4, "samples": 4 * config.batch, "test_error": final}
+    (folder / "metrics.jsonl").write_text(json.dumps(last) + "\n")
     (folder / "config.json").write_text(config.to_json() + "\n")
     (folder / "result.json").write_text(json.dumps(result | changes))
     (folder / "done").touch()

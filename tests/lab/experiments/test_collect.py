@@ -100,7 +100,8 @@ def test_what_cannot_be_used_is_named(runs, tmp_path):
     strange = fake_run(CELLS[5], runs, 4, 2.0, 3.0)
     (strange / "config.json").write_text('{"model": "abacus"}')
     odd = fake_run(CELLS[5], runs, 5, 2.0, 3.0)
-    (odd / "metrics.jsonl").write_text('{"samples": 1, "test_error": 2.0, "modes": {"a": 3}}\n')
+    last = {"step": 4, "samples": 1, "test_error": 2.0, "modes": {"a": 3}}
+    (odd / "metrics.jsonl").write_text(json.dumps(last) + "\n")
     fake_run(TABLES["table2"][0], runs, 0, 1.0, 1.0)  # of another table: passed over
 
     found = collect(CELLS, runs)
@@ -114,6 +115,35 @@ def test_what_cannot_be_used_is_named(runs, tmp_path):
     assert f"{strange.name} is left out: " in problems
     assert f"{odd.name} is left out: metrics.jsonl tells no shares and entropy of a" in problems
     assert collect(CELLS, tmp_path / "nowhere").lines == []
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"seconds": None}, "seconds None, which is not a finite number"),
+        ({"top_error": math.nan}, "top_error nan, which is not a finite number"),
+        ({"seed": "0"}, "seed '0', which is not a whole number"),
+        ({"date": 3}, "date 3, which is not a text"),
+        ({"gates": []}, "gates [], which is not an object"),
+    ],
+    ids=str,
+)
+def test_lines_of_wrong_types_are_named(runs, tmp_path, change, words):
+    lines = collect(CELLS, runs).lines
+    lines[1] |= change
+    path = tmp_path / "table1.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ValueError, match=r"table1\.jsonl, line 2 has ") as error:
+        read_lines(path)
+    assert words in str(error.value)
+
+
+def test_results_of_wrong_types_are_left_out(tmp_path):
+    odd = fake_run(BN, tmp_path, 0, 14.0, 15.0, seconds=None)
+    found = collect(CELLS, tmp_path)
+    assert found.lines == []
+    words = "result.json has seconds None, which is not a finite number"
+    assert found.problems == [f"{odd.name} is left out: {words}"]
 
 
 def test_results_are_merged(runs, tmp_path):
@@ -214,11 +244,17 @@ def test_gates_come_from_the_last_evaluation(runs, tmp_path):
             "test_error": 1.0,
             "modes": {"a": {"shares": [s / 10, 1 - s / 10], "entropy": s}},
         }
-        for s in (1, 2)
+        for s in (1, 4)
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     (line,) = [line for line in collect(CELLS, runs).lines if line["gates"]]
-    assert line["gates"] == {"a": {"shares": [0.2, 0.8], "entropy": 2}}
+    assert line["gates"] == {"a": {"shares": [0.4, 0.6], "entropy": 4}}
+    (folder / "metrics.jsonl").write_text(json.dumps(records[0]) + "\n")  # the last one is lost
+    found = collect(CELLS, runs)
+    assert len(found.lines) == 6
+    assert found.problems == [
+        f"{folder.name} is left out: metrics.jsonl ends at step 1, but the training took 4 steps"
+    ]
 
 
 def test_minutes_count_overlapping_trainings_once():

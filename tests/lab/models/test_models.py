@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import modenorm.gates
-from modenorm.lab.models import GATES, MODELS, NORMS, count_parameters, create_model
+from modenorm.lab.models import GATES, MODELS, NORMS, check_size, count_parameters, create_model
 from modenorm.lab.models.dropout import generators
 
 NUM_CLASSES = 10
@@ -243,3 +243,18 @@ def test_repr_and_docstring(name):
 def test_unknown_names_are_refused_with_the_known_ones(arguments, message):
     with pytest.raises(ValueError, match=message):
         create_model(**{"name": "lenet", "num_classes": 2} | arguments)
+
+
+@pytest.mark.parametrize("side", [16, 28, 29, 31, 32, 33, 35, 36, 48, 63, 64])
+@pytest.mark.parametrize("name", ["lenet", "lenet1989", "vgg13", "nin", "resnet20"])
+def test_sizes_are_refused_that_a_network_cannot_take(name, side):
+    model = create_model(name, num_classes=3).eval()
+    size, source = (side, 32), "folder:here"
+    try:
+        model(torch.zeros(1, 3, *size))
+    except RuntimeError:
+        words = f"{name} needs 32×32 images, folder:here has {side}×32: set --image-size 32 or"
+        with pytest.raises(ValueError, match=words):
+            check_size(name, size, source)
+    else:
+        check_size(name, size, source)

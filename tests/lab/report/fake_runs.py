@@ -91,6 +91,7 @@ def fake_run(
             "final_error": errors[-1],
             "top_error": min(errors),
             "domain_errors": metrics[-1]["domain_errors"],
+            "steps": metrics[-1]["step"],
             "seconds": 12.5,
             **PROVENANCE,
         }

@@ -1,5 +1,6 @@
 """Numbers on the page equal the run files; nothing on disk can break the page or run in it."""
 
+import errno
 import json
 import re
 import statistics
@@ -85,23 +86,6 @@ def test_the_papers_number_stands_beside_ours(runs):
     assert "42.17 Table 9" in text
 
 
-def test_experiments_and_variants_are_named_by_what_differs(tmp_path):
-    for batch in (32, 128):
-        fake_run(tmp_path, norm="bn", batch=batch)
-        for gate in ("linear", "standardized"):
-            fake_run(tmp_path, norm="mn", modes=2, batch=batch, gate=gate)
-    fake_run(tmp_path, norm="bn", batch=32, modes=7, seed=1)  # batch norm has no modes
-    small, large = group(read_records([tmp_path]))
-    assert [small.title, large.title] == [
-        "lenet on builtin, batch 32",
-        "lenet on builtin, batch 128",
-    ]
-    labels = ["BN", "MN K=2, gate linear", "MN K=2, gate standardized"]
-    assert [variant.label for variant in small.variants] == labels
-    assert [len(variant.runs) for variant in small.variants] == [2, 1, 1]
-    assert len(small.sentences()) == 2
-
-
 def test_a_verdict_is_careful(runs, tmp_path):
     (experiment,) = group(read_records([runs]))
     (sentence,) = experiment.sentences()
@@ -168,6 +152,8 @@ def broken_runs(folder: Path) -> dict[str, str]:
     damaged("metrics-binary", "metrics.jsonl", b"\xff\xfe\x00")
     damaged("metrics-half", "metrics.jsonl", '{"samples": 1, "test_error": 5}\nnonsense\n')
     damaged("metrics-text", "metrics.jsonl", '{"samples": "many", "test_error": NaN}\n')
+    damaged("metrics-cut", "metrics.jsonl", '{"step": 10, "samples": 1280, "test_error": 5}\n')
+    damaged("metrics-gone", "metrics.jsonl", None)
     damaged("metrics-deep", "metrics.jsonl", "[" * 100_000 + "\n")
     damaged("no-result", "result.json", None)
     damaged("result-empty", "result.json", "{}")
@@ -183,6 +169,8 @@ def broken_runs(folder: Path) -> dict[str, str]:
         "metrics-binary": "metrics.jsonl cannot be read",
         "metrics-half": "metrics.jsonl, line 2",
         "metrics-text": "no evaluation with numbers",
+        "metrics-cut": "metrics.jsonl ends at step 10, but the training took 50 steps",
+        "metrics-gone": "metrics.jsonl ends at step 0, but",
         "metrics-deep": "metrics.jsonl, line 1",
         "no-result": "result.json is missing",
         "result-empty": "result.json has no final_error",
@@ -217,6 +205,26 @@ def test_broken_runs_are_shown_as_such(runs):
     assert sum(value is not None for value in finals) == 6 + sum(
         name.startswith(("metrics", "config", "no-config")) for name in expected
     )
+
+
+@pytest.mark.parametrize("method", ["iterdir", "exists"])
+def test_an_unreadable_directory_is_one_broken_run(runs, monkeypatch, method):
+    closed = runs / "closed"
+    closed.mkdir()
+    real = getattr(Path, method)
+
+    def refuse(path, *args, **kwargs):
+        if closed in (path, path.parent):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, *args, **kwargs)
+
+    (closed / "config.json").write_text("{}")
+    monkeypatch.setattr(Path, method, refuse)
+    records = {record.name: record for record in read_records([runs])}
+    assert len(records) == 7
+    assert records["closed"].state == "broken"
+    assert "the directory cannot be read" in records["closed"].problems[0]
+    assert "1 run broken" in text_of(render(list(records.values()), Page()))
 
 
 def test_odd_modes_in_metrics_are_left_out(tmp_path):

@@ -1,4 +1,6 @@
 import dataclasses
+import json
+from typing import Any
 
 import pytest
 
@@ -37,7 +39,7 @@ def test_patterns_of_modes_keep_their_order() -> None:
     ("setting", "rule"),
     [
         ({"batch": 0}, "batch is 0, but must be at least 1"),
-        ({"lr": -0.1}, "lr is -0.1, but must be a finite number above 0"),
+        ({"lr": -0.1}, "lr is -0.1, but must be above 0 and at most 3.4"),
         ({"lr": float("nan")}, "lr is nan"),
         ({"momentum": 1.0}, "momentum is 1.0, but must be at least 0 and below 1"),
         ({"unit": "hours"}, "unit is 'hours', but must be one of samples, epochs, updates"),
@@ -60,6 +62,22 @@ def test_bad_settings_name_value_rule_and_option(setting: dict[str, object], rul
 def test_other_json_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
         TrainConfig.from_json(text)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"options": None}, {"options": 3}, {"dataset": 5}, {"seed": "0"}, {"augment": "no"},
+        {"lr": "0.1"}, {"lr": None}, {"batch": True}, {"batch": 8.5}, {"milestones": 3},
+        {"milestones": ["a"]}, {"image_size": "32"}, {"modes": "2"}, {"model": []},
+        {"total": 10**400, "lr": 10**400}, {"dataset": 5, "stream": True},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_values_of_another_type_are_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        TrainConfig.from_json(json.dumps(json.loads(recipe("lenet").to_json()) | change))
+    assert TrainConfig.from_json('{"model": "lenet", "dataset": "x", "lr": 1}').lr == 1
 
 
 def test_every_model_has_a_recipe() -> None:

@@ -352,6 +352,14 @@ def test_broken_metrics_are_named(tmp_path: Path, line: bytes) -> None:
         run.metrics()
 
 
+def test_the_end_writes_all_metrics(tmp_path: Path) -> None:
+    def cut(training: Training) -> None:
+        training.run.set_metrics(training.position.metrics[:1])
+
+    train(fake_config(), tmp_path, data=fake_data(), listener=cut)
+    assert [entry["step"] for entry in Run.of(fake_config(), tmp_path).metrics()] == [18, 36, 40]
+
+
 def test_what_a_killed_process_left_half_written_is_removed(tmp_path: Path) -> None:
     config = fake_config(total=3)
     run = Run.of(config, tmp_path)

@@ -194,3 +194,10 @@ def test_a_bad_configuration_leaves_no_directory(tmp_path: Path) -> None:
     with pytest.raises(ValueError):
         train(fake_config(norm="gn", groups=7), tmp_path, data=fake_data())
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("model", ["lenet", "lenet1989", "vgg13"])
+def test_images_of_another_size_leave_no_directory(tmp_path: Path, model: str) -> None:
+    with pytest.raises(ValueError, match=f"{model} needs 32×32 images, fake has 8×8: set"):
+        train(fake_config(model=model), tmp_path, data=fake_data())
+    assert not list(tmp_path.iterdir())

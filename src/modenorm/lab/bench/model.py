@@ -14,12 +14,13 @@ from torch import Tensor, nn
 import modenorm
 from modenorm.lab.bench.names import split_name
 from modenorm.lab.bench.timing import peak_memory, wall_time
-from modenorm.lab.models import create_model
+from modenorm.lab.models import check_size, create_model
 from modenorm.lab.training.step import compiled as as_kernels
 
 __all__ = ["measure_model", "model_names", "network", "training_step"]
 
 NORMS = ("bn", "mn2", "mn8", "mgn2")
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 def model_names() -> list[str]:
@@ -42,6 +43,9 @@ def measure_model(
     device: str = "cuda",
 ) -> Iterator[dict[str, Any]]:
     """One row per norm and mode of execution, batch norm first."""
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
+    check_size(name, (size, size), "this benchmark", "set --size 32 or choose resnet18")
     images = torch.randn(batch, 3, size, size, device=device)
     images = images.to(memory_format=torch.channels_last)
     labels = torch.randint(0, 1000, (batch,), device=device)
@@ -76,15 +80,26 @@ def network(name: str, norm: str, num_classes: int = 1000) -> nn.Module:
     if name != "resnet50":
         model = create_model(name, num_classes=num_classes, norm=kind, modes=modes)
     else:
-        from torchvision.models import resnet50
-
-        layers = {
-            "bn": nn.BatchNorm2d,
-            "mn": lambda channels: modenorm.ModeNorm2d(channels, modes),
-            "mgn": lambda channels: modenorm.ModeGroupNorm(channels, modes),
-        }
-        model = resnet50(norm_layer=layers[kind], num_classes=num_classes)
+        model = _resnet50(kind, modes, num_classes)
     return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+def _resnet50(norm: str, modes: int, num_classes: int) -> nn.Module:
+    if "resnet50" not in model_names():
+        raise ValueError(
+            "resnet50 is torchvision's, which cannot be imported: install it or choose resnet18"
+        )
+    from torchvision.models import resnet50
+
+    layers = {
+        "bn": nn.BatchNorm2d,
+        "mn": lambda channels: modenorm.ModeNorm2d(channels, modes),
+        "mgn": lambda channels: modenorm.ModeGroupNorm(channels, modes),
+    }
+    if norm not in layers:
+        raise ValueError(f"norm is {norm!r}; for resnet50 it must be one of {', '.join(layers)}")
+    model: nn.Module = resnet50(norm_layer=layers[norm], num_classes=num_classes)
+    return model
 
 
 def training_step(

@@ -49,18 +49,29 @@ def with_tables(text: str, results: Path) -> str:
 
     def rebuild(match: re.Match[str]) -> str:
         name, file = match["name"], match["file"]
-        rows = read_objects(results / file)
-        try:
-            table = TABLES[name](rows).markdown() if rows else "_not measured yet_"
-        except KeyError as error:
-            raise ValueError(
-                f"{results / file} has a line without {error}, so it is of another benchmark or an "
-                f"earlier version; measure it again, or delete that line"
-            ) from None
-        return f"<!-- table {name} {file} -->\n\n{table}\n\n<!-- end -->"
+        if name not in TABLES:
+            raise ValueError(f"unknown table {name!r} of {file}: expected {', '.join(TABLES)}")
+        table = _table(name, results / file)
+        shown = table.markdown() if table and table.lines else "_not measured yet_"
+        return f"<!-- table {name} {file} -->\n\n{shown}\n\n<!-- end -->"
 
     pattern = r"<!-- table (?P<name>\w+) (?P<file>[\w.]+) -->.*?<!-- end -->"
     return re.sub(pattern, rebuild, text, flags=re.DOTALL)
+
+
+def _table(name: str, file: Path) -> Table | None:
+    """The table of a file; None if there is nothing in it."""
+    rows = read_objects(file)
+    try:
+        return TABLES[name](rows) if rows else None
+    except KeyError as error:
+        problem = f"a line without {error}"
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        problem = f"a line with something else than it should have ({error})"
+    raise ValueError(
+        f"{file} has {problem}, so it is of another benchmark or an earlier version; measure it "
+        "again, or delete that line"
+    )
 
 
 def tables_of(rows: list[Row]) -> list[Table]:
@@ -82,7 +93,8 @@ def _layer_table(rows: list[Row]) -> Table:
     lines = []
     for (shape, layout, dtype), found in cases.items():
         bn, mn = found.get("bn", {}), found.get("mn2", {})
-        cells = [f"{shape.replace('x', '×')} {layout} {dtype}", _us(bn.get("floor_us"))]
+        floors = (row["floor_us"] for row in found.values() if row.get("floor_us") is not None)
+        cells = [f"{shape.replace('x', '×')} {layout} {dtype}", _us(next(floors, None))]
         cells += [_us(bn.get("device_us"))]
         cells += [_ratio(found.get(norm, {}).get("to_bn")) for norm in others]
         cells += [_ratio(mn.get("to_floor")), _ratio(mn.get("memory_to_bn"))]

@@ -37,6 +37,11 @@ def measure_sync(
     steps: int = 200,
 ) -> Iterator[dict[str, Any]]:
     """One row per case, from a world of processes that lives as long as this runs."""
+    for shape, _ in cases:
+        if shape[0] * shape[2] * shape[3] < 2:
+            raise ValueError(
+                f"shape is {'x'.join(map(str, shape))}; a channel must have more than one value"
+            )
     backend = "nccl" if torch.cuda.device_count() >= ranks else "gloo"
     load = os.getloadavg()[0]  # what other programs take of the cores
     results = mp.get_context("spawn").SimpleQueue()

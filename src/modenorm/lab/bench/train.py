@@ -20,6 +20,7 @@ import torch
 from modenorm.lab.bench.names import split_name
 from modenorm.lab.bench.timing import alternating, extra
 from modenorm.lab.data import DataSet, ImageSet
+from modenorm.lab.models import check_size
 from modenorm.lab.training import TrainConfig, Training, train_many
 from modenorm.lab.training.checkpoint import build_model
 from modenorm.lab.training.evaluate import count_errors
@@ -129,6 +130,8 @@ def measure_training(
         rounds: How often each norm has its turn.
         device: "cuda", "cpu", or None for the best there is.
     """
+    size, advice = (case.size, case.size), "set --size 32 or choose resnet20"
+    check_size(case.settings["model"], size, "this benchmark", advice)
     target, norms = choose_device(device), list(norms)
     least = 2 * (SHORT_CHUNK if case.folder else CHUNK[target.type])
     if steps <= least:

@@ -1,6 +1,8 @@
 """The command line: one typer app, whose commands live in the modules of this package."""
 
+import re
 import sys
+from typing import NoReturn
 
 import typer
 
@@ -11,6 +13,11 @@ from modenorm.lab.cli.mixtures import mixtures_command
 from modenorm.lab.cli.report import modes_command, report_command
 from modenorm.lab.cli.reproduce import reproduce_command
 from modenorm.lab.cli.train import list_runs, train_command
+
+NO_MEMORY = re.compile(
+    "not enough memory|allocate memory|out of memory|Storage size calculation overflowed"
+)
+"""How torch says that memory is too small; it has no exception of its own for that on a CPU."""
 
 app = typer.Typer(
     name="modenorm",
@@ -34,5 +41,26 @@ def main() -> None:
     try:
         app()
     except (ValueError, OSError) as error:
-        print(f"modenorm: {error}", file=sys.stderr)
-        sys.exit(2)
+        _give_up(str(error))
+    except (RuntimeError, MemoryError) as error:
+        if not isinstance(error, MemoryError) and not NO_MEMORY.search(str(error)):
+            raise
+        _give_up(_describe_memory(str(error)))
+
+
+def _give_up(reason: str) -> NoReturn:
+    print(f"modenorm: {reason}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _describe_memory(message: str) -> str:
+    """What torch or NumPy say of memory that they don't get, as one sentence.
+
+    >>> _describe_memory("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes.")
+    'there is not enough memory for 8 bytes more: use a smaller batch, smaller images, ...'
+    """
+    size = re.search(r"allocate ([\d.]+ \w+)", message)
+    return (
+        f"there is not enough memory{f' for {size[1]} more' if size else ''}: use a smaller batch, "
+        "smaller images, or fewer trainings side by side"
+    )

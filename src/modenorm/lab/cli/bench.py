@@ -66,7 +66,7 @@ def layer_command(
     shapes: list[str] = typer.Option([], "--shape", help="N×C×H×W, such as 256x64x56x56."),
     dtypes: list[str] = typer.Option([], "--dtype", help="float32, bfloat16, float16."),
     layouts: list[str] = typer.Option(["NCHW", "NHWC"], "--layout", help="NCHW or NHWC."),
-    modes: list[int] = typer.Option([1, 2, 4, 8], "--modes", help="K of the mode norms."),
+    modes: list[int] = typer.Option([1, 2, 4, 8], "--modes", min=1, help="K of the mode norms."),
     loop: bool = typer.Option(True, help="Also time a plain loop over K as people write it."),
     norms: list[str] = typer.Option([], "--norm", help="Only these, such as bn, mn2, mgn2, loop8."),
     output: Path | None = typer.Option(None, "--output", "-o", help="JSON lines to write."),
@@ -99,8 +99,8 @@ def layer_command(
 @app.command("model")
 def model_command(
     models: list[str] = typer.Option([], "--model", help="resnet18, resnet50 (torchvision's)."),
-    batch: int = typer.Option(256, help="Images in a batch."),
-    size: int = typer.Option(224, help="Side of the images."),
+    batch: int = typer.Option(256, min=1, help="Images in a batch."),
+    size: int = typer.Option(224, min=1, help="Side of the images."),
     dtype: str = typer.Option("bfloat16", help="Autocast to this type."),
     norms: list[str] = typer.Option(["bn", "mn2", "mn8", "mgn2"], "--norm", help="Norms and K."),
     eager: bool = typer.Option(True, help="Measure the step as it is."),
@@ -224,8 +224,8 @@ def page_command(
 def sync_command(
     ranks: list[int] = typer.Option([1, 2, 4], "--ranks", help="Numbers of processes."),
     shapes: list[str] = typer.Option([], "--shape", help="N×C×H×W of every rank."),
-    modes: list[int] = typer.Option([2], "--modes", help="K, for the shapes given."),
-    steps: int = typer.Option(200, help="The fastest of this many steps counts."),
+    modes: list[int] = typer.Option([2], "--modes", min=1, help="K, for the shapes given."),
+    steps: int = typer.Option(200, min=1, help="The fastest of this many steps counts."),
     output: Path | None = typer.Option(None, "--output", "-o", help="JSON lines to write."),
 ) -> None:
     """A layer's training step with statistics over several processes, and with its own.

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from rich.console import Console
 from torch import nn
 
 from modenorm.findings import ModeReport
@@ -13,6 +14,7 @@ from modenorm.lab.data import NAMES, load
 from modenorm.lab.data.folder import folder_path
 from modenorm.lab.data.streaming import StreamedImages
 from modenorm.lab.experiments.published import published_numbers
+from modenorm.lab.models import check_size
 from modenorm.lab.report import (
     Gallery,
     Page,
@@ -27,6 +29,7 @@ from modenorm.lab.report.gallery import write_picture
 from modenorm.lab.report.streamed_gallery import make_streamed_gallery
 from modenorm.lab.training import Checkpoint, load_model
 from modenorm.lab.training.files import write_whole
+from modenorm.lab.training.runner import choose_device
 from modenorm.lab.training.sources import SharedData
 
 PICTURES = (".png", ".jpg", ".webp")
@@ -85,18 +88,18 @@ def modes_command(
     if kind not in (".html", *PICTURES):
         raise ValueError(f"--output is {output}; its name must end in .html or .png")
     file = path / "checkpoint.safetensors" if path.is_dir() else path
-    model, checkpoint = load_model(file, device)
+    model, checkpoint = load_model(file, choose_device(device))
     name = dataset or checkpoint.config.dataset
     gallery, report = _look(model, checkpoint, name, data, layers=layer, count=count)
+    console = make_console()
     if path.is_dir() and not layer:
-        gallery.save(path)
+        _keep(gallery, path, console)
     if json is not None:
         write_whole(json, report.to_json().encode())
     if kind == ".html":
         write_page(output, [_record(path, checkpoint, gallery)], _page(name, file, report))
     else:
         write_picture(contact_sheet(gallery), output)
-    console = make_console()
     console.print(report.table())
     console.print(f"{output} shows what each mode claims", soft_wrap=True)
 
@@ -112,8 +115,17 @@ def _look(
         names = (found.about.classes, found.about.domain_names)
         return make_streamed_gallery(model, found.test, name, *names, **options)
     images = load(name, data, size=checkpoint.config.image_size).test
+    height, width = images.images.shape[2:]
+    check_size(checkpoint.config.model, (height, width), name, "set another --dataset")
     scaling = (checkpoint.about.mean, checkpoint.about.std)
     return make_gallery(model, images, name, scaling, **options)
+
+
+def _keep(gallery: Gallery, folder: Path, console: Console) -> None:
+    try:
+        gallery.save(folder)
+    except OSError as error:
+        console.print(f"The gallery is not kept for the report: {error}", soft_wrap=True)
 
 
 def _record(path: Path, checkpoint: Checkpoint, gallery: Gallery) -> Record:

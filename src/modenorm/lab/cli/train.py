@@ -23,7 +23,8 @@ from modenorm.lab.cli.shown import make_console, make_table, name_column
 from modenorm.lab.data import NAMES
 from modenorm.lab.experiments.paper import located
 from modenorm.lab.models import MODELS
-from modenorm.lab.report import read_records
+from modenorm.lab.report import Record, read_records
+from modenorm.lab.report.records import is_number
 from modenorm.lab.training import Outcome, TrainConfig, Training, recipe, train_many
 from modenorm.lab.training.closing import DEFAULT_SPARSITY
 from modenorm.lab.training.ranks import started_ranks
@@ -199,19 +200,25 @@ def list_runs(
     table = make_table("run", "state", "samples", "final error %", "top error %")
     records = read_records([folder])
     for record in records:
-        errors = [entry["test_error"] for entry in record.metrics]
-        table.add_row(
-            record.name,
-            record.state,
-            f"{record.metrics[-1]['samples']:,}" if errors else "0",
-            f"{errors[-1]:.2f}" if errors else "",
-            f"{min(errors):.2f}" if errors else "",
-        )
+        samples, errors = _errors(record)
+        shown = [f"{error:.2f}" for error in errors] or ["", ""]
+        table.add_row(record.name, record.state, f"{samples:,}", *shown)
     console = make_console()
     console.print(table)
     for record in records:
         for problem in record.problems:
             console.print(f"{record.name}: {problem}", soft_wrap=True)
+
+
+def _errors(record: Record) -> tuple[int, list[float]]:
+    """Samples that were trained on, and the final and the lowest error, if there is one."""
+    metrics, result = record.metrics, record.result
+    samples = metrics[-1]["samples"] if metrics else 0
+    if result:
+        samples = result["samples_seen"] if is_number(result.get("samples_seen")) else samples
+        return samples, [result["final_error"], result["top_error"]]
+    errors = [entry["test_error"] for entry in metrics]
+    return samples, [errors[-1], min(errors)] if errors else []
 
 
 class ProgressReport:

@@ -14,7 +14,7 @@ from modenorm.lab.experiments.paper import (
     settings_key,
 )
 from modenorm.lab.experiments.tables import TABLES
-from modenorm.lab.report.records import Record, find_directories, read_record
+from modenorm.lab.report.records import Record, find_directories, is_number, read_record
 from modenorm.lab.training import Run, TrainConfig, Training
 from modenorm.lab.training.files import read_objects, write_lines
 
@@ -26,6 +26,8 @@ OF_RESULT = (
 
 NEEDED = {"table", "settings", "seed", "gpu", *OF_RESULT}
 """What a line must have to be shown; what was added later may be missing."""
+NUMBERS = ("final_error", "top_error", "top5_error", "samples_seen", "seconds", "pruned_error")
+TEXTS = ("table", "settings", "gpu", "torch", "commit", "date")
 OF_PRUNING = ("num_modes", "pruned_error", "pruned_domain_errors")
 
 
@@ -72,7 +74,7 @@ def line(
         raise ValueError(f"result.json has no {missing[0]}")
     if result["run"] != config.run_id:
         raise ValueError(f"result.json is of the run {result['run']}")
-    return {
+    found = {
         "table": table,
         "model": config.model,
         "dataset": dataset_name(config),
@@ -91,6 +93,24 @@ def line(
         "settings": settings_key(config),
         **_of_folders(config, result),
     }
+    if odd := _odd(found):
+        raise ValueError(f"result.json has {odd}")
+    return found
+
+
+def _odd(found: Line) -> str:
+    """A value of a line that is not of the kind that it should be; empty if all are."""
+    kinds = {
+        "a finite number": (NUMBERS, is_number),
+        "a whole number": (("seed",), lambda value: type(value) is int),
+        "a text": (TEXTS, lambda value: isinstance(value, str)),
+        "an object": (("domain_errors", "gates"), lambda value: isinstance(value, dict)),
+    }
+    for kind, (names, holds) in kinds.items():
+        for name in names:
+            if name in found and not holds(found[name]):
+                return f"{name} {found[name]!r}, which is not {kind}"
+    return ""
 
 
 def _of_folders(config: TrainConfig, result: dict[str, Any]) -> Line:
@@ -166,7 +186,11 @@ def read_lines(path: Path) -> list[Line]:
     Raises:
         ValueError: A line is not one of results.
     """
-    return read_objects(path, NEEDED)
+    lines = read_objects(path, NEEDED)
+    for number, found in enumerate(lines, start=1):
+        if odd := _odd(found):
+            raise ValueError(f"{path}, line {number} has {odd}: mend or remove it")
+    return lines
 
 
 def borrow(table: str, results: Path) -> list[Line]:

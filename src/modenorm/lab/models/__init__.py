@@ -35,6 +35,7 @@ __all__ = [
     "NORMS",
     "NormFactory",
     "SeededDropout",
+    "check_size",
     "count_parameters",
     "create_model",
     "generator_states",
@@ -54,6 +55,8 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "resnet110": resnet110,
     "resnet18": resnet18,
 }
+SIDES = {"lenet": range(32, 36), "lenet1989": range(29, 33), "vgg13": range(32, 64)}
+"""Sides of images that fit linear layers made for 32×32; the other networks take any."""
 
 
 def create_model(
@@ -138,6 +141,28 @@ def _set_modes(model: nn.Module, modes: Mapping[str, int]) -> None:
             )
         if chosen[0] != layer.num_modes:
             set_num_modes(layer, chosen[0])
+
+
+def check_size(
+    name: str,
+    size: tuple[int, int],
+    source: str,
+    advice: str = "set --image-size 32 or choose resnet20",
+) -> None:
+    """Refuse images that a network of `MODELS` cannot take.
+
+    Args:
+        name: The network's.
+        size: Height and width of the images.
+        source: Where they come from.
+        advice: What to do.
+
+    Raises:
+        ValueError: They have another size than the network needs.
+    """
+    if name in SIDES and not all(side in SIDES[name] for side in size):
+        height, width = size
+        raise ValueError(f"{name} needs 32×32 images, {source} has {height}×{width}: {advice}")
 
 
 def count_parameters(model: nn.Module) -> int:

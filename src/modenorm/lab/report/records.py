@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,20 +47,28 @@ class Record:
 
 
 def find_directories(roots: Iterable[Path]) -> list[Path]:
-    """Run directories at or below the roots: those with a file of a run, and empty ones."""
+    """Run directories at or below the roots.
+
+    Those with a file of a run, empty ones, and those that cannot be read.
+    """
     found: dict[Path, None] = {}
     for root in roots:
         if not root.is_dir():
             raise ValueError(f"{root} is not a folder: give a run or the folder that was --runs")
-        for folder in [root, *sorted(path for path in root.rglob("*") if path.is_dir())]:
+        below = [Path(place, name) for place, names, _ in os.walk(root) for name in names]
+        for folder in [root, *sorted(below)]:
             hidden = any(part.startswith(".") for part in folder.relative_to(root).parts)
-            if not hidden and (_is_run(folder) or (folder != root and _is_empty(folder))):
+            if not hidden and _is_run(folder, root):
                 found[folder] = None
     return list(found)
 
 
-def _is_run(folder: Path) -> bool:
-    return any((folder / name).exists() for name in FILES)
+def _is_run(folder: Path, root: Path) -> bool:
+    try:
+        empty = _is_empty(folder)
+        return any((folder / name).exists() for name in FILES) or (empty and folder != root)
+    except OSError:
+        return True
 
 
 def _is_empty(folder: Path) -> bool:
@@ -73,6 +82,13 @@ def read_records(roots: Iterable[Path]) -> list[Record]:
 
 def read_record(folder: Path) -> Record:
     """Read a run directory; what is wrong with it goes into `problems`."""
+    try:
+        return _read(folder)
+    except OSError as error:
+        return Record(folder, "broken", [f"the directory cannot be read ({_brief(error)})"])
+
+
+def _read(folder: Path) -> Record:
     record = Record(folder)
     if _is_empty(folder):
         return Record(folder, "broken", ["the directory is empty"])
@@ -81,6 +97,7 @@ def read_record(folder: Path) -> Record:
     done, failed = (folder / "done").exists(), (folder / "failed").exists()
     if done:
         _read_result(record)
+        _check_end(record)
     try:
         record.gallery = Gallery.load(folder)
     except ValueError as error:
@@ -139,6 +156,16 @@ def _read_result(record: Record) -> None:
         record.problems.append("result.json has domain_errors that are not a JSON object")
     else:
         record.result = result
+
+
+def _check_end(record: Record) -> None:
+    """Note if the evaluations of a result are not all there."""
+    steps = record.result.get("steps")
+    last = record.metrics[-1].get("step") if record.metrics else 0
+    if steps is not None and last != steps:
+        record.problems.append(
+            f"metrics.jsonl ends at step {last}, but the training took {steps} steps"
+        )
 
 
 def _is_evaluation(entry: Any) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 from modenorm.lab.bench.page import Table, tables_of
 from modenorm.lab.data.folder import dataset_title, folder_name
 from modenorm.lab.report.records import Record, is_number
+from modenorm.lab.training import TrainConfig
 
 NORMS = ("bn", "mn", "gn", "mgn", "in", "ln")
 OF_NORMS = {
@@ -68,12 +69,13 @@ class Mean:
 
 @dataclass
 class Variant:
-    """Runs that differ in nothing but the seed."""
+    """Runs that differ in nothing but the seed, one for each; further ones are `repeated`."""
 
     label: str
     config: dict[str, Any]
     runs: list[Record]
     paper: PaperNumber | None = None
+    repeated: list[Record] = field(default_factory=list)
 
     @property
     def done(self) -> list[Record]:
@@ -140,19 +142,51 @@ def norm_label(config: Mapping[str, Any]) -> str:
 def group(records: Iterable[Record], paper: Sequence[PaperNumber] = ()) -> list[Experiment]:
     """Sort runs into experiments and variants; runs without a configuration are left out.
 
-    Runs of one experiment agree in all settings but the seed and those of the norm.
+    Runs of one experiment agree in all settings but the seed and those of the norm, and in their
+    data: image folders at different places, or of different sizes, may have one name.
     """
     experiments: dict[str, dict[str, Variant]] = {}
-    for record in records:
-        if all(isinstance(record.config.get(name), str) for name in ("model", "dataset", "norm")):
-            settings = settings_of(record.config)
-            common = {n: v for n, v in settings.items() if n not in (*OF_NORMS, "norm", "where")}
-            known = experiments.setdefault(json.dumps(common, sort_keys=True), {})
-            key = json.dumps(settings, sort_keys=True)
-            known.setdefault(key, Variant("", settings, [])).runs.append(record)
+    known_runs = [record for record in records if _is_configured(record)]
+    sizes = _folder_sizes(known_runs)
+    for record in known_runs:
+        config = whole_config(record.config)
+        settings = settings_of(config) | {"dataset": config["dataset"]}
+        settings |= _size(record) or sizes.get(config["dataset"], {})
+        common = {n: v for n, v in settings.items() if n not in (*OF_NORMS, "norm", "where")}
+        known = experiments.setdefault(json.dumps(common, sort_keys=True), {})
+        key = json.dumps(settings, sort_keys=True)
+        known.setdefault(key, Variant("", settings, [])).runs.append(record)
     groups = [list(variants.values()) for variants in experiments.values()]
     found = [_experiment(_title(v, groups), v, paper) for v in groups]
     return sorted(found, key=lambda experiment: natural(experiment.title))
+
+
+def _is_configured(record: Record) -> bool:
+    return all(isinstance(record.config.get(name), str) for name in ("model", "dataset", "norm"))
+
+
+def whole_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with settings that were added after it was written."""
+    try:
+        values: dict[str, Any] = json.loads(TrainConfig.from_json(json.dumps(config)).to_json())
+    except ValueError:
+        return config
+    return values
+
+
+def _size(record: Record) -> dict[str, Any]:
+    """Of an image folder, as the result tells it."""
+    names = ("train_images", "classes") if record.config["dataset"].startswith("folder:") else ()
+    return {name: record.result[name] for name in names if name in record.result}
+
+
+def _folder_sizes(records: Iterable[Record]) -> dict[str, dict[str, Any]]:
+    """Sizes of image folders, for runs that have not told theirs: those of the first that has."""
+    found: dict[str, dict[str, Any]] = {}
+    for record in records:
+        if size := _size(record):
+            found.setdefault(record.config["dataset"], size)
+    return found
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -202,13 +236,24 @@ def _experiment(title: str, variants: list[Variant], paper: Sequence[PaperNumber
     for variant in variants:
         more = [f"{name} {variant.config[name]}" for name in varying if name in variant.config]
         variant.label = ", ".join([norm_label(variant.config), *more])
-        variant.paper = next((p for p in paper if p.belongs_to(variant.config)), None)
-        variant.runs.sort(key=lambda run: natural(str(run.config.get("seed"))))
+        settings = settings_of(variant.config)
+        variant.paper = next((p for p in paper if p.belongs_to(settings)), None)
+        _set_repeated_apart(variant)
     order = {norm: place for place, norm in enumerate(NORMS)}
     variants.sort(key=lambda v: (order.get(v.config["norm"], 9), natural(v.label)))
     names = (run.result.get("domain_errors") or {} for v in variants for run in v.done)
     domains = list(dict.fromkeys(name for found in names for name in found))
     return Experiment(title, variants, domains if len(domains) > 1 else [])
+
+
+def _set_repeated_apart(variant: Variant) -> None:
+    """Keep one run of every seed, a done one if there is one, and put them in order."""
+    by_seed: dict[str, Record] = {}
+    for run in sorted(variant.runs, key=lambda run: (run.state != "done", not run.result)):
+        by_seed.setdefault(str(whole_config(run.config).get("seed")), run)
+    kept = {id(run) for run in by_seed.values()}
+    variant.repeated = [run for run in variant.runs if id(run) not in kept]
+    variant.runs = [by_seed[seed] for seed in sorted(by_seed, key=natural)]
 
 
 def _varying(configs: list[dict[str, Any]]) -> list[str]:

@@ -9,6 +9,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_type_hints
 
+import torch
+
 from modenorm.lab.data.folder import folder_name, folder_path
 from modenorm.lab.models import MODELS, NORMS
 from modenorm.lab.models.norms import GATES
@@ -27,6 +29,9 @@ CHOICES: dict[str, Collection[str]] = {
     "dtype": get_args(Precision),
     "crop": get_args(Crop),
 }
+
+
+LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +119,8 @@ class TrainConfig:
         sparse = self.norm == "mn" or not self.sparsity
         _require(self, "sparsity", sparse, "0 unless the norm is mn")
         for name in ("lr", "factor"):
-            value = getattr(self, name)
-            _require(self, name, math.isfinite(value) and value > 0, "a finite number above 0")
+            rule = f"above 0 and at most {LARGEST:g}, the largest number of float32"
+            _require(self, name, 0 < getattr(self, name) <= LARGEST, rule)
         for name in ("momentum", "weight_decay"):
             _require(self, name, 0 <= getattr(self, name) < 1, "at least 0 and below 1")
         _require(self, "running_momentum", 0 < self.running_momentum <= 1, "above 0 and at most 1")
@@ -177,9 +182,13 @@ class TrainConfig:
         unknown = sorted(values.keys() - types.keys())
         if unknown:
             raise ValueError(f"unknown setting {unknown[0]!r}: a configuration has {sorted(types)}")
+        for name, value in values.items():
+            if not _has_type(value, types[name]):
+                expected = types[name].__name__
+                raise ValueError(f"not a configuration: {name} is {value!r}, expected {expected}")
         try:
             return cls(**values)
-        except TypeError as error:
+        except (TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"not a configuration: {error}") from None
 
     def differences(self, other: "TrainConfig") -> list[str]:
@@ -190,6 +199,14 @@ class TrainConfig:
             for name in mine
             if mine[name] != theirs[name]
         ]
+
+
+def _has_type(value: Any, kind: Any) -> bool:
+    """Whether a value from JSON is of a plain type; types made of others are passed."""
+    known = {str: str, bool: bool, int: int, float: int | float}
+    return kind not in known or (
+        isinstance(value, known[kind]) and isinstance(value, bool) == (kind is bool)
+    )
 
 
 def default_of(field: dataclasses.Field[Any]) -> Any:

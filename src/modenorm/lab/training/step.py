@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from modenorm.lab.data.loader import Batches, derive_seed
+from modenorm.lab.models import check_size
 from modenorm.lab.training.checkpoint import build_model
 from modenorm.lab.training.config import TrainConfig
 from modenorm.lab.training.ranks import Ranks
@@ -113,7 +114,12 @@ class Step:
             capacity: Steps whose batches are prepared at once.
             device: Where the data are, and the model goes.
             ranks: Those who train the model together.
+
+        Raises:
+            ValueError: The images have another size than the model needs.
         """
+        for images in (data.train, data.test):
+            check_size(config.model, images.size, config.dataset)
         seed = torch.Generator().manual_seed(derive_seed(config.seed, "weights"))
         model = build_model(config, len(data.about.classes), seed)
         if config.sync:

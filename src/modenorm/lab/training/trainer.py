@@ -138,6 +138,7 @@ class Training:
                 yield from self._train(advance)
             if self.ranks.leads:
                 smaller = (yield from self._prune()) if self.run.config.sparsity else {}
+                self.run.set_metrics(self.position.metrics)
                 self.run.finish(self._result() | smaller)
 
     def _checkpoint_due(self, evaluated: bool) -> bool:
