@@ -120,13 +120,12 @@ class _Switched(torch.autograd.Function):
             constants = (TEMPERATURE, LOW, HIGH, CLOSED, SHIFT)
             given = (log_odds, strength, random, noise, biases, constants)
             cost, used, found, noise = gpu_switches.draw(*given)
+            changes, ctx.found = found[0], found
         else:
             assert noise is not None
-            cost, found = _found(log_odds, strength, noise)
-            used = torch.stack(biases) + found[0].view(len(biases), -1)
-        ctx.found = found
+            cost, changes, used, ctx.found = _in_numbers(log_odds, strength, noise, biases)
         ctx.save_for_backward(log_odds, strength, noise, *biases)
-        return cost, found[0], *used.unbind()
+        return cost, changes, *used.unbind()
 
     @staticmethod
     def backward(
@@ -135,18 +134,13 @@ class _Switched(torch.autograd.Function):
         if changes is not None or only_plain(cost, *used):
             upstream = (cost, changes, *used)
             return tuple(differentiate(_plain, ctx.saved_tensors, ctx.needs_input_grad, upstream))
-        found = ctx.found
-        size = found.shape[1] // len(used)
-        given = [found.new_zeros(size) if upstream is None else upstream for upstream in used]
-        if runs_triton(found):
-            from modenorm.kernels import gpu_switches
+        if isinstance(ctx.found, Slopes):
+            return _gradient_in_numbers(ctx.found, cost, used), None, None, *used
+        from modenorm.kernels import gpu_switches
 
-            gradient = gpu_switches.draw_backward(given, cost, found)
-        else:
-            gradient = torch.cat(given) * found[1]
-            if cost is not None:
-                gradient += cost * found[2]
-        return gradient, None, None, *used
+        size = ctx.found.shape[1] // len(used)
+        given = [ctx.found.new_zeros(size) if u is None else u for u in used]
+        return gpu_switches.draw_backward(given, cost, ctx.found), None, None, *used
 
 
 _node = node(_Switched)
@@ -156,12 +150,46 @@ def _makes_own_noise(like: Tensor) -> bool:
     return like.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _found(log_odds: Tensor, strength: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """The cost; changes, their slopes and those of the cost, (3, S)."""
-    soft = _soft(log_odds, noise)
-    stretched = soft * (HIGH - LOW) + LOW
-    switches, shares = _hard(stretched), expected_open(log_odds)
-    slopes = soft * (1 - soft) * ((HIGH - LOW) * (1 - CLOSED) / TEMPERATURE) / switches
-    slopes = torch.where((stretched >= 0) & (stretched <= 1), slopes, 0)
-    found = (switches.log(), slopes, strength * shares * (1 - shares))
-    return strength * shares.sum(), torch.stack(found)
+class Slopes(NamedTuple):
+    """Of the changes and of the cost, by the log odds."""
+
+    changes: list[float]
+    cost: list[float]
+
+
+def _in_numbers(
+    log_odds: Tensor, strength: Tensor, noise: Tensor, biases: Sequence[Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Slopes]:
+    """The cost, the changes, the used biases and slopes: on a CPU operators cost more than this."""
+    weight, total, changes, slopes = float(strength), 0.0, [], Slopes([], [])
+    for odds, drawn in zip(log_odds.tolist(), noise.tolist(), strict=True):
+        inner = min(max(drawn, 1e-6), 1 - 1e-6)
+        soft = _sigmoid((odds + math.log(inner / (1 - inner))) / TEMPERATURE)
+        stretched = soft * (HIGH - LOW) + LOW
+        switch = min(max(stretched, 0.0), 1.0) * (1 - CLOSED) + CLOSED
+        changes.append(math.log(switch))
+        slope = soft * (1 - soft) * ((HIGH - LOW) * (1 - CLOSED) / TEMPERATURE) / switch
+        slopes.changes.append(slope if 0 <= stretched <= 1 else 0.0)
+        share = _sigmoid(odds - SHIFT)
+        total += share
+        slopes.cost.append(weight * share * (1 - share))
+    parts = iter(changes)
+    used = [[bias + next(parts) for bias in given.tolist()] for given in biases]
+    kind: dict[str, Any] = {"dtype": log_odds.dtype, "device": log_odds.device}
+    cost, found = torch.tensor(weight * total, **kind), torch.tensor(changes, **kind)
+    return cost, found, torch.tensor(used, **kind), slopes
+
+
+def _gradient_in_numbers(
+    slopes: Slopes, cost: Tensor | None, used: Sequence[Tensor | None]
+) -> Tensor:
+    """The gradient of the log odds, by those of the cost and of the used biases."""
+    size, pull = len(slopes.cost) // len(used), 0.0 if cost is None else float(cost)
+    given = [n for u in used for n in ([0.0] * size if u is None else u.tolist())]
+    places = zip(given, slopes.changes, slopes.cost, strict=True)
+    found = [g * slope + pull * other for g, slope, other in places]
+    return torch.tensor(found, dtype=torch.float32, device="cpu")
+
+
+def _sigmoid(x: float) -> float:
+    return 0.5 * (1 + math.tanh(0.5 * x))

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from modenorm.gates import LinearGate
 from modenorm.lab.bench.model import model_names, network, training_step
 from modenorm.lab.bench.timing import Step, alternating, captured, extra
 from modenorm.layers import ModeNorm
@@ -79,12 +82,15 @@ def _measure(case: SparsityCase, device: str) -> Iterator[dict[str, Any]]:
 def _round(case: SparsityCase, images: Tensor, labels: Tensor) -> tuple[float, list[float]]:
     """Microseconds of the step without a penalty, and what none and each penalty add."""
     if images.is_cuda:
-        replays, steps = case.replays, _captured_steps(case, images, labels)
+        replays, steps, bases = case.replays, _captured_steps(case, images, labels), (0, 0, 0)
     else:
-        replays, steps = 1, _steps(case, images, labels)
-    base, *others = alternating(steps, SECONDS[images.device.type])
-    more = [extra(times, base).value / replays for times in others]
-    return statistics.median(base) / replays, more
+        replays, steps, bases = 1, _steps(case, images, labels), (0, 0, 3)
+    times = alternating(steps, SECONDS[images.device.type])
+    more = [
+        extra(times[i], times[base]).value / replays
+        for i, base in zip((1, 2, -1), bases, strict=True)
+    ]
+    return statistics.median(times[0]) / replays, more
 
 
 def _captured_steps(case: SparsityCase, images: Tensor, labels: Tensor) -> list[Step]:
@@ -101,28 +107,34 @@ def _captured_steps(case: SparsityCase, images: Tensor, labels: Tensor) -> list[
 
 
 def _steps(case: SparsityCase, images: Tensor, labels: Tensor) -> list[Step]:
-    """The same as they are.
+    """The same as they are: without, again without, the entropy; without, switches.
 
-    The step without a penalty is one of the network with the entropy, taken off for so long:
-    another network lies elsewhere in memory, and that makes more difference than the entropy.
+    What is compared are steps of one network: another lies elsewhere in memory, and on a CPU that
+    makes more difference than a penalty.
     """
-    parts: list[tuple[nn.Module, ModeSparsity]] = []
+    steps: list[Step] = []
     for method in METHODS:
         model = network(case.model, f"mn{case.modes}", 40).to(images.device)
-        parts.append((model, ModeSparsity(model, method=method)))
-    shared, _ = parts[METHODS.index("entropy")]
-    without = training_step(shared, images, labels, case.dtype)
-    layers = [module for module in shared.modules() if isinstance(module, ModeNorm)]
-    heard = [layer.usage_listener for layer in layers]
-
-    def plain() -> None:
-        for layer in layers:
-            layer.usage_listener = None
-        without()
-        for layer, listener in zip(layers, heard, strict=True):
-            layer.usage_listener = listener
-
-    steps: list[Step] = [plain, plain]
-    for model, penalty in parts:
+        plain = training_step(model, images, labels, case.dtype)
+        penalty = ModeSparsity(model, method=method)
+        steps += [partial(_without_penalty, model, plain)] * (1 if steps else 2)
         steps.append(training_step(model, images, labels, case.dtype, penalty=penalty))
     return steps
+
+
+def _without_penalty(model: nn.Module, step: Step) -> None:
+    """A step with nothing on the model; what was on it comes back."""
+    layers = [module for module in model.modules() if isinstance(module, ModeNorm)]
+    gates = [module for module in model.modules() if isinstance(module, LinearGate)]
+    listeners, changes = [a.usage_listener for a in layers], [a.bias_changes for a in gates]
+    hooks, model._forward_pre_hooks = model._forward_pre_hooks, OrderedDict()
+    for layer in layers:
+        layer.usage_listener = None
+    for gate in gates:
+        gate.bias_changes = ()
+    step()
+    model._forward_pre_hooks = hooks
+    for layer, listener in zip(layers, listeners, strict=True):
+        layer.usage_listener = listener
+    for gate, change in zip(gates, changes, strict=True):
+        gate.bias_changes = change
