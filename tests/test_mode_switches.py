@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import modenorm
 from compare import assert_close
 from modenorm import ModeNorm1d, ModeSparsity
-from modenorm.kernels.switches import draw_switches, expected_open
+from modenorm.kernels.switches import _plain, draw_for_biases, draw_switches, expected_open
 from test_sparsity import small_model
 
 torch.set_num_threads(1)
@@ -244,3 +244,23 @@ def test_strength_may_be_another_tensor():
     model(x)
     sparsity.strength = torch.tensor(1.0)
     assert float(sparsity().detach()) == pytest.approx(10 * before)
+
+
+@pytest.mark.parametrize("sizes", [(3,), (8, 8), (3,) * 8, (2, 5, 1), (64,) * 20], ids=str)
+def test_one_node_in_c(sizes):
+    """Values and all gradients, beside operators in float64."""
+    torch.manual_seed(0)
+    biases = [torch.randn(size, requires_grad=True) for size in sizes]
+    log_odds = (3 * torch.randn(sum(sizes))).requires_grad_()
+    drawn = draw_for_biases(log_odds, torch.tensor(0.3), torch.tensor([5, 0]), biases)
+    if drawn is None:
+        pytest.skip("there is no C compiler")
+    noise = drawn.changes.grad_fn.saved_tensors[2]
+    given = [t.detach().double().requires_grad_() for t in (log_odds, *biases)]
+    cost, changes, *used = _plain(given[0], torch.tensor(0.3).double(), noise.double(), *given[1:])
+    upstream = [torch.randn_like(t) for t in (drawn.cost, *drawn.used)]
+    ours = torch.autograd.grad((drawn.cost, *drawn.used), (log_odds, *biases), upstream)
+    wanted = torch.autograd.grad((cost, *used), given, [t.double() for t in upstream])
+    found = (drawn.cost, drawn.changes, *drawn.used, *ours)
+    for ours, plain in zip(found, (cost, changes, *used, *wanted), strict=True):
+        assert_close(ours.detach(), plain.detach(), 1e-5)

@@ -4,6 +4,7 @@
 
 #include "cpu_channels.c"
 #include "cpu_mixing.c"
+#include "cpu_switches.c"
 #include "gpu_launch.c"
 
 typedef struct {

@@ -6,6 +6,7 @@ Letters: K modes, S switches.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -175,9 +176,12 @@ def draw(
     return cost, used[:, : len(first)], found[:, : len(log_odds)], noise
 
 
-def draw_backward(upstream: list[Tensor], cost_upstream: Tensor | None, found: Tensor) -> Tensor:
+def draw_backward(
+    upstream: Sequence[Tensor | None], cost_upstream: Tensor | None, found: Tensor
+) -> Tensor:
     """The gradient of the log odds, (S,), by those of the used biases and of the cost."""
-    dense = [given.contiguous() for given in upstream]
+    size = found.shape[1] // len(upstream)
+    dense = [found.new_zeros(size) if u is None else u.contiguous() for u in upstream]
     first, count = dense[0], len(dense)
     gradient = torch.empty_like(found[0])
     direct = aligned((*dense, cost_upstream))

@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 SWITCH = "MODENORM_CPU_KERNELS"  # 0: torch operators run instead
-NAMES = ("layer.c", "channels.c", "mixing.c", "passes.c", "common.h")
+NAMES = ("layer.c", "channels.c", "mixing.c", "passes.c", "switches.c", "common.h")
 SOURCES = tuple(  # the first includes all
     Path(__file__).with_name(name) for name in (*(f"cpu_{name}" for name in NAMES), "gpu_launch.c")
 )

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from modenorm.kernels import choose_backend, runs_triton
+from modenorm.kernels import choose_backend, native_switches, runs_native, runs_triton
 from modenorm.kernels.plain import differentiate, node, only_plain
 from modenorm.kernels.several import together
 
@@ -24,6 +25,7 @@ TEMPERATURE, LOW, HIGH = 2 / 3, -0.1, 1.1
 CLOSED = 1e-6
 """The smallest factor on a gate; 0 would have no logarithm."""
 SHIFT = TEMPERATURE * math.log(-LOW / HIGH)
+CONSTANTS = (TEMPERATURE, LOW, HIGH, CLOSED, SHIFT)
 
 
 def draw_switches(log_odds: Tensor, noise: Tensor | None) -> Tensor:
@@ -86,6 +88,8 @@ def draw_for_biases(
         return None
     if any(t.dtype != torch.float32 or t.device != log_odds.device for t in others):
         return None
+    if not runs_triton(log_odds) and not runs_native(log_odds, *others):
+        return None
     cost, changes, *used = _node(log_odds, strength, random, *together(biases))
     if len(used) < len(biases):
         used = used[0].split([len(bias) for bias in biases])
@@ -114,18 +118,10 @@ class _Switched(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         noise = None if _makes_own_noise(log_odds) else torch.rand_like(log_odds)
-        if runs_triton(log_odds):
-            from modenorm.kernels import gpu_switches
-
-            constants = (TEMPERATURE, LOW, HIGH, CLOSED, SHIFT)
-            given = (log_odds, strength, random, noise, biases, constants)
-            cost, used, found, noise = gpu_switches.draw(*given)
-            changes, ctx.found = found[0], found
-        else:
-            assert noise is not None
-            cost, changes, used, ctx.found = _in_numbers(log_odds, strength, noise, biases)
+        given = (log_odds, strength, random, noise, biases, CONSTANTS)
+        cost, used, ctx.found, noise = _drawn(log_odds).draw(*given)
         ctx.save_for_backward(log_odds, strength, noise, *biases)
-        return cost, changes, *used.unbind()
+        return cost, ctx.found[0], *used.unbind()
 
     @staticmethod
     def backward(
@@ -134,13 +130,8 @@ class _Switched(torch.autograd.Function):
         if changes is not None or only_plain(cost, *used):
             upstream = (cost, changes, *used)
             return tuple(differentiate(_plain, ctx.saved_tensors, ctx.needs_input_grad, upstream))
-        if isinstance(ctx.found, Slopes):
-            return _gradient_in_numbers(ctx.found, cost, used), None, None, *used
-        from modenorm.kernels import gpu_switches
-
-        size = ctx.found.shape[1] // len(used)
-        given = [ctx.found.new_zeros(size) if u is None else u for u in used]
-        return gpu_switches.draw_backward(given, cost, ctx.found), None, None, *used
+        found = ctx.found
+        return _drawn(found).draw_backward(used, cost, found), None, None, *used
 
 
 _node = node(_Switched)
@@ -150,46 +141,10 @@ def _makes_own_noise(like: Tensor) -> bool:
     return like.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-class Slopes(NamedTuple):
-    """Of the changes and of the cost, by the log odds."""
+def _drawn(like: Tensor) -> ModuleType:
+    """Who draws switches, and differentiates them."""
+    if not runs_triton(like):
+        return native_switches
+    from modenorm.kernels import gpu_switches
 
-    changes: list[float]
-    cost: list[float]
-
-
-def _in_numbers(
-    log_odds: Tensor, strength: Tensor, noise: Tensor, biases: Sequence[Tensor]
-) -> tuple[Tensor, Tensor, Tensor, Slopes]:
-    """The cost, the changes, the used biases and slopes: on a CPU operators cost more than this."""
-    weight, total, changes, slopes = float(strength), 0.0, [], Slopes([], [])
-    for odds, drawn in zip(log_odds.tolist(), noise.tolist(), strict=True):
-        inner = min(max(drawn, 1e-6), 1 - 1e-6)
-        soft = _sigmoid((odds + math.log(inner / (1 - inner))) / TEMPERATURE)
-        stretched = soft * (HIGH - LOW) + LOW
-        switch = min(max(stretched, 0.0), 1.0) * (1 - CLOSED) + CLOSED
-        changes.append(math.log(switch))
-        slope = soft * (1 - soft) * ((HIGH - LOW) * (1 - CLOSED) / TEMPERATURE) / switch
-        slopes.changes.append(slope if 0 <= stretched <= 1 else 0.0)
-        share = _sigmoid(odds - SHIFT)
-        total += share
-        slopes.cost.append(weight * share * (1 - share))
-    parts = iter(changes)
-    used = [[bias + next(parts) for bias in given.tolist()] for given in biases]
-    kind: dict[str, Any] = {"dtype": log_odds.dtype, "device": log_odds.device}
-    cost, found = torch.tensor(weight * total, **kind), torch.tensor(changes, **kind)
-    return cost, found, torch.tensor(used, **kind), slopes
-
-
-def _gradient_in_numbers(
-    slopes: Slopes, cost: Tensor | None, used: Sequence[Tensor | None]
-) -> Tensor:
-    """The gradient of the log odds, by those of the cost and of the used biases."""
-    size, pull = len(slopes.cost) // len(used), 0.0 if cost is None else float(cost)
-    given = [n for u in used for n in ([0.0] * size if u is None else u.tolist())]
-    places = zip(given, slopes.changes, slopes.cost, strict=True)
-    found = [g * slope + pull * other for g, slope, other in places]
-    return torch.tensor(found, dtype=torch.float32, device="cpu")
-
-
-def _sigmoid(x: float) -> float:
-    return 0.5 * (1 + math.tanh(0.5 * x))
+    return gpu_switches
