@@ -22,6 +22,7 @@ from modenorm.kernels.gpu import Geometry, Passes  # noqa: E402
 from modenorm.kernels.gpu_channels import ChannelMixing  # noqa: E402
 from modenorm.kernels.gpu_inference import inference_launch  # noqa: E402
 from modenorm.kernels.gpu_mixing import Mixing  # noqa: E402
+from modenorm.kernels.gpu_several import launch_for  # noqa: E402
 from modenorm.kernels.tiles import inference_tile  # noqa: E402
 from modenorm.lab.models import max_pool, narrow_conv  # noqa: E402
 
@@ -176,7 +177,9 @@ def test_parts_of_the_mixing_compile(affine, monkeypatch):
 def test_entropies_compile(layers, modes, monkeypatch):
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     monkeypatch.setattr(launches, "can_overlap", lambda: True)
-    done = compile_for(gpu_entropy._launch.__wrapped__(layers, modes, modes, 1e-30, 0, True), 90)
+    sizes = (layers, modes, modes, 1e-30)
+    launch = launch_for.__wrapped__(gpu_entropy._entropies_kernel, sizes, (), 0, True)
+    done = compile_for(launch, 90)
     assert "griddepcontrol.wait" in done.asm["ptx"]
 
 
@@ -189,7 +192,7 @@ def test_switches_compile(layers, modes, monkeypatch):
         (draw, (layers, modes, modes, layers * modes, 2 / 3, -0.1, 1.1, 1e-6, -1.6), (True,)),
         (back, (layers, modes, layers * modes), (True,)),
     ):
-        launch = gpu_switches._launch.__wrapped__(kernel, sizes, constants, 0, True)
+        launch = launch_for.__wrapped__(kernel, sizes, constants, 0, True)
         assert "griddepcontrol.wait" in compile_for(launch, 90).asm["ptx"]
 
 

@@ -12,14 +12,12 @@ from modenorm.kernels.layout import interpreting
 
 __all__ = [
     "TINY",
-    "array_of",
     "begin",
     "begin_beside",
     "can_overlap",
     "end_beside",
     "load_affine",
     "load_rows",
-    "padded",
 ]
 
 TINY = tl.constexpr(1.1754943508222875e-38)  # the smallest normal float32
@@ -32,29 +30,6 @@ def can_overlap() -> bool:
         return False
     devices = range(torch.cuda.device_count())
     return all(torch.cuda.get_device_capability(device) >= (9, 0) for device in devices)
-
-
-def padded(count: int) -> int:
-    """Columns of float32 such that every row begins at a multiple of 16 bytes.
-
-    Example:
-        >>> padded(4), padded(5)
-        (4, 8)
-    """
-    return -(-count // 4) * 4
-
-
-@triton.jit
-def array_of(rows, ptr0, ptr1, ptr2, ptr3, ptr4, ptr5, ptr6, ptr7):
-    """For every row, the address of the float32 array with its number."""
-    starts = tl.where(rows == 1, ptr1.to(tl.int64), ptr0.to(tl.int64))
-    starts = tl.where(rows == 2, ptr2.to(tl.int64), starts)
-    starts = tl.where(rows == 3, ptr3.to(tl.int64), starts)
-    starts = tl.where(rows == 4, ptr4.to(tl.int64), starts)
-    starts = tl.where(rows == 5, ptr5.to(tl.int64), starts)
-    starts = tl.where(rows == 6, ptr6.to(tl.int64), starts)
-    starts = tl.where(rows == 7, ptr7.to(tl.int64), starts)
-    return starts.to(tl.pointer_type(tl.float32))
 
 
 @triton.jit

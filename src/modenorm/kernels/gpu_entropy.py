@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from modenorm.kernels.gpu_arrays import array_of, begin, padded
-from modenorm.kernels.launch import Launch
+from modenorm.kernels.gpu_arrays import begin
+from modenorm.kernels.gpu_several import array_of, launch_for, padded, tile_of
 from modenorm.kernels.plan import aligned, on_device
 from modenorm.kernels.several import MOST_ARRAYS
 
@@ -40,9 +38,7 @@ def _entropies_kernel(
 ):
     """−Σ u ln u of the layers' usages, and its slopes, times the strength."""
     begin(OVERLAPS)
-    columns = tl.arange(0, BLOCK_LAYERS * BLOCK_K)
-    layers, modes = columns // BLOCK_K, columns % BLOCK_K
-    known = (layers < num_layers) & (modes < num_modes)
+    layers, modes, known = tile_of(num_layers, num_modes, BLOCK_LAYERS, BLOCK_K)
     usages_ptr = array_of(
         layers, usage0_ptr, usage1_ptr, usage2_ptr, usage3_ptr,
         usage4_ptr, usage5_ptr, usage6_ptr, usage7_ptr,
@@ -67,17 +63,8 @@ def entropies(
     value = torch.empty_like(strength)
     slopes = torch.empty((count, pitch), device=first.device, dtype=torch.float32)
     direct = aligned((*dense, strength))
-    launch = _launch(count, len(first), pitch, smallest, first.get_device(), direct)
+    sizes = (count, len(first), pitch, smallest)
+    launch = launch_for(_entropies_kernel, sizes, (), first.get_device(), direct)
     with on_device(first) as stream:
         launch(stream, *dense, *[first] * (MOST_ARRAYS - count), strength, value, slopes)
     return value, slopes
-
-
-@functools.lru_cache(maxsize=1024)
-def _launch(
-    num_layers: int, num_modes: int, pitch: int, smallest: float, device: int, direct: bool
-) -> Launch:
-    layers, modes = map(triton.next_power_of_2, (num_layers, num_modes))
-    sizes = (num_layers, num_modes, pitch, smallest)
-    warps = 1 if layers * modes <= 32 else 4
-    return Launch(_entropies_kernel, (1,), sizes, (layers, modes), warps, direct)

@@ -5,7 +5,6 @@ Letters: K modes, S switches.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from modenorm.kernels.gpu_arrays import array_of, begin, padded
-from modenorm.kernels.launch import Launch
+from modenorm.kernels.gpu_arrays import begin
+from modenorm.kernels.gpu_several import array_of, launch_for, padded, tile_of
 from modenorm.kernels.plan import aligned, on_device
 from modenorm.kernels.several import MOST_ARRAYS
 
@@ -67,9 +66,7 @@ def _draw_kernel(
 ):
     """Hard-concrete switches, their logarithms added to biases, and the cost of open ones."""
     begin(OVERLAPS)
-    columns = tl.arange(0, BLOCK_LAYERS * BLOCK_K)
-    layers, modes = columns // BLOCK_K, columns % BLOCK_K
-    known = (layers < num_layers) & (modes < num_modes)
+    layers, modes, known = tile_of(num_layers, num_modes, BLOCK_LAYERS, BLOCK_K)
     places = layers * num_modes + modes
     odds = tl.load(log_odds_ptr + places, mask=known, other=0.0)
     bias_ptr = array_of(
@@ -123,9 +120,7 @@ def _draw_backward_kernel(
 ):
     """The gradient of the log odds."""
     begin(OVERLAPS)
-    columns = tl.arange(0, BLOCK_LAYERS * BLOCK_K)
-    layers, modes = columns // BLOCK_K, columns % BLOCK_K
-    known = (layers < num_layers) & (modes < num_modes)
+    layers, modes, known = tile_of(num_layers, num_modes, BLOCK_LAYERS, BLOCK_K)
     places = layers * num_modes + modes
     upstream_ptr = array_of(
         layers, upstream0_ptr, upstream1_ptr, upstream2_ptr, upstream3_ptr,
@@ -167,7 +162,7 @@ def draw(
     noise = torch.empty_like(log_odds) if noise is None else noise.contiguous()
     direct = aligned((*dense, log_odds, strength, random, noise))
     sizes = (count, len(first), pitch, row, *constants)
-    launch = _launch(_draw_kernel, sizes, (own,), first.get_device(), direct)
+    launch = launch_for(_draw_kernel, sizes, (own,), first.get_device(), direct)
     with on_device(first) as stream:
         launch(
             stream, *dense, *[first] * (MOST_ARRAYS - count),
@@ -187,18 +182,9 @@ def draw_backward(
     direct = aligned((*dense, cost_upstream))
     sizes = (count, len(first), found.stride(0))
     has_cost = cost_upstream is not None
-    launch = _launch(_draw_backward_kernel, sizes, (has_cost,), first.get_device(), direct)
+    launch = launch_for(_draw_backward_kernel, sizes, (has_cost,), first.get_device(), direct)
     with on_device(first) as stream:
         cost_upstream = first if cost_upstream is None else cost_upstream
         padding = [first] * (MOST_ARRAYS - count)
         launch(stream, *dense, *padding, cost_upstream, found, gradient)
     return gradient
-
-
-@functools.lru_cache(maxsize=1024)
-def _launch(
-    kernel: Any, sizes: tuple[float, ...], constants: tuple[bool, ...], device: int, direct: bool
-) -> Launch:
-    layers, modes = (triton.next_power_of_2(int(size)) for size in sizes[:2])
-    warps = 1 if layers * modes <= 32 else 4
-    return Launch(kernel, (1,), sizes, (*constants, layers, modes), warps, direct)

@@ -10,7 +10,7 @@ from torch import Tensor
 __all__ = ["MOST_ARRAYS", "together"]
 
 MOST_ARRAYS = 8
-"""That a launch takes; `gpu_arrays.array_of` tells them apart."""
+"""That a launch takes; `gpu_several.array_of` tells them apart."""
 
 
 def together(arrays: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -119,7 +119,7 @@ class _Switched(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         noise = None if _makes_own_noise(log_odds) else torch.rand_like(log_odds)
         given = (log_odds, strength, random, noise, biases, CONSTANTS)
-        cost, used, ctx.found, noise = _drawn(log_odds).draw(*given)
+        cost, used, ctx.found, noise = _kernels_for(log_odds).draw(*given)
         ctx.save_for_backward(log_odds, strength, noise, *biases)
         return cost, ctx.found[0], *used.unbind()
 
@@ -131,7 +131,7 @@ class _Switched(torch.autograd.Function):
             upstream = (cost, changes, *used)
             return tuple(differentiate(_plain, ctx.saved_tensors, ctx.needs_input_grad, upstream))
         found = ctx.found
-        return _drawn(found).draw_backward(used, cost, found), None, None, *used
+        return _kernels_for(found).draw_backward(used, cost, found), None, None, *used
 
 
 _node = node(_Switched)
@@ -141,7 +141,7 @@ def _makes_own_noise(like: Tensor) -> bool:
     return like.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _drawn(like: Tensor) -> ModuleType:
+def _kernels_for(like: Tensor) -> ModuleType:
     """Who draws switches, and differentiates them."""
     if not runs_triton(like):
         return native_switches
