@@ -81,45 +81,45 @@ def _measure(case: SparsityCase, device: str) -> Iterator[dict[str, Any]]:
 
 def _round(case: SparsityCase, images: Tensor, labels: Tensor) -> tuple[float, list[float]]:
     """Microseconds of the step without a penalty, and what none and each penalty add."""
-    if images.is_cuda:
-        replays, steps, bases = case.replays, _captured_steps(case, images, labels), (0, 0, 0)
-    else:
-        replays, steps, bases = 1, _steps(case, images, labels), (0, 0, 3)
-    times = alternating(steps, SECONDS[images.device.type])
-    more = [
-        extra(times[i], times[base]).value / replays
-        for i, base in zip((1, 2, -1), bases, strict=True)
-    ]
-    return statistics.median(times[0]) / replays, more
+    replays = case.replays if images.is_cuda else 1
+    pairs = (_captured_steps if images.is_cuda else _steps)(case, images, labels)
+    steps = list(dict.fromkeys(step for pair in pairs for step in pair))
+    times = dict(zip(steps, alternating(steps, SECONDS[images.device.type]), strict=True))
+    more = [extra(times[step], times[without]).value / replays for without, step in pairs]
+    return statistics.median(times[steps[0]]) / replays, more
 
 
-def _captured_steps(case: SparsityCase, images: Tensor, labels: Tensor) -> list[Step]:
-    """Without a penalty, the same again, and with each: all of one network, as CUDA graphs."""
+def _captured_steps(case: SparsityCase, images: Tensor, labels: Tensor) -> list[tuple[Step, Step]]:
+    """A step without and one with nothing, then each penalty: CUDA graphs of one network."""
     model = network(case.model, f"mn{case.modes}", 40).to(images.device)
-    without = training_step(model, images, labels, case.dtype)
-    steps = [captured(without, case.replays) for _ in range(2)]
+    plain = training_step(model, images, labels, case.dtype)
+    without, again = (captured(plain, case.replays) for _ in range(2))
+    pairs = [(without, again)]
     for method in METHODS:
         penalty = ModeSparsity(model, method=method)
         step = training_step(model, images, labels, case.dtype, penalty=penalty)
-        steps.append(captured(step, case.replays))
+        pairs.append((without, captured(step, case.replays)))
         penalty.remove()
-    return steps
+    return pairs
 
 
-def _steps(case: SparsityCase, images: Tensor, labels: Tensor) -> list[Step]:
-    """The same as they are: without, again without, the entropy; without, switches.
+def _steps(case: SparsityCase, images: Tensor, labels: Tensor) -> list[tuple[Step, Step]]:
+    """The same as they are, a network for each penalty, which is taken off for steps without it.
 
-    What is compared are steps of one network: another lies elsewhere in memory, and on a CPU that
+    Steps of different networks are not compared: they lie elsewhere in memory, and on a CPU that
     makes more difference than a penalty.
     """
-    steps: list[Step] = []
+    pairs: list[tuple[Step, Step]] = []
     for method in METHODS:
         model = network(case.model, f"mn{case.modes}", 40).to(images.device)
         plain = training_step(model, images, labels, case.dtype)
         penalty = ModeSparsity(model, method=method)
-        steps += [partial(_without_penalty, model, plain)] * (1 if steps else 2)
-        steps.append(training_step(model, images, labels, case.dtype, penalty=penalty))
-    return steps
+        without = partial(_without_penalty, model, plain)
+        if not pairs:
+            pairs.append((without, partial(_without_penalty, model, plain)))
+        step = training_step(model, images, labels, case.dtype, penalty=penalty)
+        pairs.append((without, step))
+    return pairs
 
 
 def _without_penalty(model: nn.Module, step: Step) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from io import BytesIO
 from pathlib import Path
@@ -115,6 +115,8 @@ def _read_claim(tile: Any, gate: Any, label: Any, domain: Any) -> Claim:
 
 def choose_layers(names: Sequence[str], wanted: Sequence[str], most: int) -> list[str]:
     """The layers asked for, or at most `most` evenly spaced ones with the first and the last."""
+    if not names:
+        raise ValueError("this model has no modes: choose a run with --norm mn or mgn")
     unknown = [name for name in wanted if name not in names]
     if unknown:
         raise ValueError(f"the model has no mode norm {unknown[0]!r}: choose of {', '.join(names)}")
@@ -170,25 +172,47 @@ def make_gallery(
         count: Images for each mode.
         most_layers: See `layers`.
     """
-    names = list(mode_layers(model))
-    if not names:
-        raise ValueError("this model has no modes: choose a run with --norm mn or mgn")
-    chosen = choose_layers(names, layers, most_layers)
-    device = next(model.parameters()).device
     mean, std = (tuple(values) for values in scaling)
-    data = DeviceImages(images, device, scaling=Scaling(mean, std))
-    gates, report = look(model, data.batches(BATCH), chosen)
+    data = DeviceImages(images, next(model.parameters()).device, scaling=Scaling(mean, std))
+    tile = min(LARGEST_TILE, images.images.shape[-1])
+    batches, pixels = data.batches(BATCH), images.images.__getitem__
+    chosen = choose_layers(list(mode_layers(model)), layers, most_layers)
+    return gallery_of(model, batches, images, pixels, dataset, tile, chosen, count)
+
+
+def gallery_of(
+    model: nn.Module,
+    batches: Iterable[Any],
+    known: ImageSet,
+    pixels: Callable[[list[int]], Tensor],
+    dataset: str,
+    tile: int,
+    layers: Sequence[str],
+    count: int,
+) -> tuple[Gallery, ModeReport]:
+    """`make_gallery` of images that come in batches.
+
+    Args:
+        model: In evaluation mode.
+        batches: What it takes of all images, in order.
+        known: Labels and domains of the images; their pixels are not looked at.
+        pixels: Returns those of some samples, uint8 (N, 3, H, W).
+        dataset: The set's name.
+        tile: Side of a picture on the page.
+        layers: Names of the layers to show.
+        count: Images for each mode.
+    """
+    gates, report = look(model, batches, layers)
     tiles: dict[int, int] = {}
     findings = {layer.name: layer.findings() for layer in report.layers}
     found = tuple(
-        claims(name, gates[name], images, count, tiles, tuple(findings[name])) for name in chosen
+        _claims(name, gates[name], known, count, tiles, tuple(findings[name])) for name in layers
     )
-    pictures = images.images[list(tiles)]
-    tile = min(LARGEST_TILE, images.images.shape[-1])
-    return Gallery(dataset, len(images), tile, found, tile_picture(pictures, tile)), report
+    picture = tile_picture(pixels(list(tiles)), tile)
+    return Gallery(dataset, len(known.labels), tile, found, picture), report
 
 
-def claims(
+def _claims(
     name: str,
     gates: Tensor,
     images: ImageSet,
@@ -196,7 +220,6 @@ def claims(
     tiles: dict[int, int],
     findings: tuple[str, ...],
 ) -> LayerClaims:
-    """The samples that the modes of a layer claim; `tiles` learns which images are shown."""
     modes = []
     for k, samples in enumerate(strongest(gates, count)):
         claims = tuple(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -10,14 +11,7 @@ from torch import Tensor, nn
 from modenorm.findings import ModeReport
 from modenorm.lab.data import ImageSet
 from modenorm.lab.data.streaming import ImageFiles, Place, StreamedImages
-from modenorm.lab.report.gallery import (
-    LARGEST_TILE,
-    Gallery,
-    choose_layers,
-    claims,
-    look,
-    tile_picture,
-)
+from modenorm.lab.report.gallery import LARGEST_TILE, Gallery, choose_layers, gallery_of
 from modenorm.recording import mode_layers
 
 BATCH = 64
@@ -47,17 +41,11 @@ def make_streamed_gallery(
         most_layers: See `layers`.
     """
     chosen = choose_layers(list(mode_layers(model)), layers, most_layers)
-    gates, report = look(model, images.batches(BATCH), chosen)
     labels, domains = images.labels.cpu(), images.domains.cpu()
     known = ImageSet(torch.empty(0), labels, domains, classes, domain_names)
-    tiles: dict[int, int] = {}
-    findings = {layer.name: layer.findings() for layer in report.layers}
-    found = tuple(
-        claims(name, gates[name], known, count, tiles, tuple(findings[name])) for name in chosen
-    )
     tile = min(LARGEST_TILE, images.size[0])
-    picture = tile_picture(_pixels(images, list(tiles)), tile)
-    return Gallery(dataset, len(images), tile, found, picture), report
+    batches, pixels = images.batches(BATCH), partial(_pixels, images)
+    return gallery_of(model, batches, known, pixels, dataset, tile, chosen, count)
 
 
 def _pixels(images: StreamedImages, samples: Sequence[int]) -> Tensor:
