@@ -6,9 +6,11 @@ import pytest
 import torch
 
 import modenorm
+from modenorm.kernels import cpp_node, native_node
 from world import SIZE, World
 
 torch.set_num_threads(1)
+cpp_node.autograd_nodes()  # waits for them, so that every test sees the same ones
 
 
 @pytest.fixture(autouse=True)
@@ -20,6 +22,17 @@ def _seed() -> None:
 def backend(request):
     with modenorm.use_backend(request.param):
         yield request.param
+
+
+@pytest.fixture(params=["Python", "C++"])
+def nodes(request, monkeypatch):
+    """What puts a mode norm into the graph of autograd."""
+    if request.param == "Python":
+        monkeypatch.setattr(cpp_node, "make", lambda *args, **kwargs: None)
+        native_node._plans.clear()
+    elif not cpp_node.autograd_nodes().startswith("C++"):
+        pytest.skip(cpp_node.autograd_nodes())
+    return request.param
 
 
 @pytest.fixture(scope="module")

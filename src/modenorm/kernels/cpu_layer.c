@@ -205,3 +205,53 @@ EXPORT void modenorm_backward(const float *dy, const float *x, const float *gate
         modenorm_apply_backward(dy, x, mean, scale, dvar, dmean, dx, samples, channels, positions,
                                 last, threads);
 }
+
+/* ---- The same for an autograd node of C++, with arrays in the order of mode_arrays.py ---- */
+
+typedef struct {
+    float eps, momentum;
+    i64 by_usage, weight_step, bias_step, samples, channels, modes, positions, last;
+} Layer;
+
+typedef struct {
+    const float *x, *gates, *gate_weight, *gate_bias, *weight, *bias;
+    float *running_mean, *running_var;
+    i64 *tracked;
+    float *share, *usage, *used, *kept, *scratch, *y;
+} Forward;
+
+typedef struct {
+    const float *dy, *x, *gates, *gate_weight, *gate_bias, *weight, *bias, *used, *dused, *dusage;
+    float *kept, *scratch, *dx, *dlogits, *dgate_weight, *dgate_bias, *dweight, *dbias;
+} Backward;
+
+#define SIZES_OF(layer)                                                                            \
+    (layer)->eps, (layer)->weight_step, (layer)->bias_step, (layer)->samples, (layer)->channels,   \
+        (layer)->modes, (layer)->positions, (layer)->last
+
+/* Gates lie behind what else is kept. */
+static float *kept_gates(const Layer *layer, float *kept)
+{
+    i64 rows = layer->samples * layer->channels, table = layer->modes * layer->channels;
+    return kept + 3 * rows + 2 * table + layer->modes;
+}
+
+EXPORT int modenorm_run_forward(const Layer *layer, i64 threads, const Forward *at)
+{
+    modenorm_forward(at->x, at->gate_weight, at->gate_bias, at->weight, at->bias, at->y,
+                     kept_gates(layer, at->kept), at->kept, at->scratch, at->usage,
+                     at->running_mean, at->running_var, at->share, at->tracked, layer->momentum,
+                     layer->by_usage, 1, SIZES_OF(layer), threads);
+    return 0;
+}
+
+/* Gradients of the gates lie behind the other scratch memory. */
+EXPORT int modenorm_run_backward(const Layer *layer, i64 threads, const Backward *at)
+{
+    i64 rows = layer->samples * layer->channels, table = layer->modes * layer->channels;
+    modenorm_backward(at->dy, at->x, kept_gates(layer, at->kept), at->kept, at->gate_weight,
+                      at->weight, at->bias, at->dused, at->dusage, at->dx,
+                      at->scratch + 4 * rows + 3 * table, at->dgate_weight, at->dgate_bias,
+                      at->dweight, at->dbias, at->scratch, SIZES_OF(layer), threads);
+    return 0;
+}

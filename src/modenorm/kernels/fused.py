@@ -19,6 +19,7 @@ from modenorm.buffers import recomputing
 from modenorm.checks import Options
 from modenorm.exchange import Ranks
 from modenorm.kernels import plain
+from modenorm.kernels.launch import current_stream, is_elsewhere
 from modenorm.kernels.layout import as_aligned, as_dense, dense_like, laid_out
 from modenorm.kernels.mode_arrays import (
     Backward,
@@ -52,6 +53,11 @@ def mode_norm(
     plan = plan_for(x, inputs, estimates, options, moves, apart)
     if plan is None:
         return None
+    if not (apart or options.usage_matters or options.ranks or is_elsewhere(x)):
+        node = plan.node_for(inputs, running, options.eps)
+        if node is not None:
+            given = [t for t in (x, *inputs, *(running or ())) if t is not None]
+            return node(current_stream(x), *given), None, None
     y, *more = _node(x, *inputs, running, plan, options)
     return y, *beside_output(more, options.gates_matter, options.usage_matters)
 

@@ -246,6 +246,11 @@ def _hinted(
 
 
 @triton.jit
+def _from_end(AXIS: tl.constexpr):
+    return tl.num_programs(AXIS) - 1 - tl.program_id(AXIS)
+
+
+@triton.jit
 def _tile(
     num_rows,
     num_positions,
@@ -254,9 +259,12 @@ def _tile(
     BLOCK_R: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """Where this program's tile of a map starts, its rows, the offsets in it, and the masks."""
-    outer = tl.program_id(2).to(tl.int64)
-    first_row, first = tl.program_id(0) * BLOCK_R, tl.program_id(1) * BLOCK_P
+    """Where this program's tile of a map starts, its rows, the offsets in it, and the masks.
+
+    From the tensor's end to its begin: the pass before has left the end in the cache.
+    """
+    outer = _from_end(2).to(tl.int64)
+    first_row, first = _from_end(0) * BLOCK_R, _from_end(1) * BLOCK_P
     rows, slots = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_P)
     mask_rows = first_row + rows < num_rows
     mask = mask_rows[:, None] & (first + slots < num_positions)[None, :]

@@ -83,7 +83,7 @@ def _pieces(
 ):
     """Where a program begins, its offsets, which there are, pieces' rows, what is of that row."""
     size = size // DIVIDES * DIVIDES  # see _hinted in gpu.py
-    first = tl.program_id(0).to(tl.int64) * BLOCK
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * BLOCK  # as _tile in gpu.py
     row = first // P
     begins = tl.arange(0, BLOCK // WIDTH) * WIDTH
     slots = tl.arange(0, WIDTH)

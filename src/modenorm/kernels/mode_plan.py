@@ -7,6 +7,7 @@ fused.py makes one autograd node of them, operators.py hands all but the maps to
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from modenorm.checks import Options
+from modenorm.kernels import cpp_node
 from modenorm.kernels.gpu import Geometry, Passes
 from modenorm.kernels.gpu_inference import inference_launch, lines_shape
 from modenorm.kernels.gpu_mixing import Mixing
@@ -21,7 +23,7 @@ from modenorm.kernels.launch import Launch, Pointer
 from modenorm.kernels.mode_arrays import Backward, Forward, Inference, Inputs, fits
 from modenorm.kernels.plan import affine_kind, aligned, geometry_of, pointer
 from modenorm.kernels.slab import Slab, backward_slab, forward_slab, kept_slab
-from modenorm.kernels.stage import Part, Split, Stage, Stream
+from modenorm.kernels.stage import Part, Split, Stage, Stream, enter_context
 from modenorm.kernels.tiles import one_launch
 from modenorm.mixing import RunningEstimates
 
@@ -74,6 +76,20 @@ class ModePlan:
         self.run_mix_backward = {kind: stage(*back[:2], parameters) for kind in kinds}
         self.run_modes_backward = stage(back[0])
         self.run_samples_backward = {kind: stage(*back[1:]) for kind in kinds}
+        self._node: Callable[..., Tensor] | None = None
+
+    def node_for(
+        self, inputs: Inputs, moved: RunningEstimates | None, eps: float
+    ) -> Callable[..., Tensor] | None:
+        """An autograd node of C++ for calls like this; None if there is none yet."""
+        forward, backward = self.run_forward.sequence, self.run_backward[False, False].sequence
+        if self._node is None and forward is not None and backward is not None:
+            sizes = (self.kept.size, self.forward.size, self.backward.size)
+            tasks, owners = (forward.task, backward.task), (forward, backward)
+            self._node = cpp_node.make(
+                tasks, owners, sizes, inputs, moved, eps, False, enter_context
+            )
+        return self._node
 
     def _plan_inference(
         self, geometry: Geometry, eps: float, affine: tuple[bool, bool, bool]

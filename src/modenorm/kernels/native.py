@@ -1,29 +1,27 @@
 """The C code of this folder, compiled on first use and loaded; None where that can't be done.
 
 The system's C compiler makes a shared library for this very processor, about a second's work, and
-a folder of the user's keeps it. Its name holds a key of everything that made it and a digest of
-what is in it: a file that is damaged, or was made elsewhere, is never loaded. There is no part of
-torch in it: the one thing it gets from torch is the function that starts a team of threads.
+kernels/compiled.py keeps it. There is no part of torch in it: the one thing it gets from torch is
+the function that starts a team of threads.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import os
 import platform
-import shlex
-import shutil
 import subprocess
-import tempfile
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from modenorm.kernels import compiled
 
 __all__ = [
     "SWITCH",
@@ -68,7 +66,7 @@ def library() -> Native:
     try:
         loaded, path = _load(compiler)
     except (OSError, subprocess.SubprocessError) as error:
-        reason = _reason(error)
+        reason = compiled.reason(error)
         warnings.warn(
             f"modenorm runs torch operators on the CPU, which are slower, because its C code can't "
             f"be compiled or loaded; {SWITCH}=0 silences this ({reason})",
@@ -159,45 +157,20 @@ def _function(name: str, num_arrays: int, kinds: tuple[type, ...]) -> Callable[.
 
 
 def _compiler() -> tuple[str, ...] | None:
-    """The command that compiles C: $CC, or what is usual."""
-    try:
-        given = shlex.split(os.environ.get("CC", ""))
-    except ValueError:  # a quotation without end
-        given = []
-    for command in (given, *([name] for name in COMPILERS)):
-        if command and (path := shutil.which(command[0])):
-            return (path, *command[1:])
-    return None
+    return compiled.compiler_for("CC", COMPILERS)
 
 
 def _load(compiler: tuple[str, ...]) -> tuple[ctypes.CDLL, Path]:
-    folder, key = _folder(), _key(compiler)
-    for path in _kept(folder, key):
-        try:
-            return ctypes.CDLL(str(path)), path
-        except OSError:  # a folder from which nothing may be executed, for one
-            continue
-    with tempfile.TemporaryDirectory() as private:
-        built = _compile(compiler, Path(private) / "library.so")
-        kept = _keep(built, folder, key)
-        try:
-            return ctypes.CDLL(str(kept or built)), kept or built
-        except OSError:
-            return ctypes.CDLL(str(built)), built
+    return compiled.load(_key(compiler), partial(_compile, compiler), _open)
 
 
-def _folder() -> Path:
-    caches = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(caches) / "modenorm"
+def _open(path: Path) -> ctypes.CDLL:
+    return ctypes.CDLL(str(path))
 
 
 def _key(compiler: tuple[str, ...]) -> str:
     """Of source, flags, compiler and processor."""
-    program = os.stat(compiler[0])
-    parts = [*(source.read_bytes() for source in SOURCES)]
-    for part in (FLAGS, TARGETS, compiler, program.st_size, program.st_mtime_ns, _processor()):
-        parts.append(repr(part).encode())
-    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+    return compiled.key_of(SOURCES, compiler, FLAGS, TARGETS, _processor())
 
 
 def _processor() -> str:
@@ -211,46 +184,15 @@ def _processor() -> str:
     return "\n".join([platform.platform(terse=True), platform.machine(), *lines])
 
 
-def _kept(folder: Path, key: str) -> list[Path]:
-    """Libraries in the folder with this key that are whole and the user's own."""
-    found = []
-    for path in sorted(folder.glob(f"{key}-*.so")):
-        try:
-            own = path.stat().st_uid == os.getuid()
-            if own and path.stem == f"{key}-{_digest(path)}":
-                found.append(path)
-        except OSError:
-            continue
-    return found
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:32]
-
-
-def _compile(compiler: tuple[str, ...], target: Path) -> Path:
+def _compile(compiler: tuple[str, ...], target: Path) -> None:
     for native_flags in TARGETS:
         command = [*compiler, *FLAGS, *native_flags, str(SOURCES[0]), "-o", str(target), "-lm"]
         try:
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=PATIENCE)
-            return target
+            return
         except subprocess.CalledProcessError:
             if native_flags == TARGETS[-1]:
                 raise
-    raise AssertionError("there is always a last set of flags")
-
-
-def _keep(built: Path, folder: Path, key: str) -> Path | None:
-    """A copy in the user's folder, there at once or not at all; None where none can be made."""
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        kept = folder / f"{key}-{_digest(built)}.so"
-        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as copy:
-            copy.write(built.read_bytes())
-        os.replace(copy.name, kept)
-    except OSError:
-        return None
-    return kept
 
 
 def _team() -> int | None:
@@ -261,10 +203,3 @@ def _team() -> int | None:
         except (OSError, AttributeError):
             continue
     return None
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, subprocess.CalledProcessError):
-        lines = [line for line in error.stderr.splitlines() if "error" in line]
-        return f"{error.cmd[0]}: {(lines or [f'exit status {error.returncode}'])[0]}"
-    return f"{type(error).__name__}: {error}"

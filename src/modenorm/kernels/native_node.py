@@ -7,7 +7,9 @@ backward repeats the forward in plain operators.
 
 from __future__ import annotations
 
+import ctypes
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,10 +18,11 @@ from torch import Tensor
 
 from modenorm.buffers import recomputing
 from modenorm.checks import Options
-from modenorm.kernels import plain, runs_native
+from modenorm.kernels import cpp_node, plain, runs_native
+from modenorm.kernels.cpp_node import Task
 from modenorm.kernels.layout import as_dense, dense_like, is_channels_last, laid_out
-from modenorm.kernels.mode_arrays import Found, beside_output
-from modenorm.kernels.native import address, call_at, dense, floats
+from modenorm.kernels.mode_arrays import Found, Inputs, beside_output
+from modenorm.kernels.native import address, call_at, dense, floats, library
 from modenorm.mixing import RunningEstimates
 
 __all__ = ["mode_norm"]
@@ -51,6 +54,11 @@ def mode_norm(
     if options.training and recomputing():
         estimates = None
     matter = (options.gates_matter and gates is None, options.usage_matters)
+    if options.training and gates is None and not any(matter):
+        node = plan.node_for(Inputs(*inputs), estimates)
+        if node is not None:
+            given = [t for t in (x, *inputs, *(estimates or ())) if t is not None]
+            return node(torch.get_num_threads(), *given), None, None
     y, *more = _node(x, *inputs, estimates, plan, *matter)
     used, usage = beside_output(more, *matter)
     return y, used if gates is None else gates, usage
@@ -71,9 +79,49 @@ class _Plan:
         momentum = -1.0 if options.momentum is None else float(options.momentum)
         self.moves = (momentum, int(options.running_update == "usage"))
         self.training = options.training
-        self.kept, self.scratch = 3 * rows + 2 * table + num_modes, rows + table
-        self.gates_in_scratch = 4 * rows + 3 * table
+        self.gates_in_kept, self.gates_in_scratch = (
+            3 * rows + 2 * table + num_modes,
+            4 * rows + 3 * table,
+        )
+        self.kept = self.gates_in_kept + num_samples * num_modes
+        self.scratch = rows + table
         self.backward_scratch = self.gates_in_scratch + num_samples * num_modes
+        self.nodes: dict[bool, Callable[..., Tensor]] = {}  # whether estimates move
+
+    def node_for(
+        self, inputs: Inputs, estimates: RunningEstimates | None
+    ) -> Callable[..., Tensor] | None:
+        """An autograd node of C++, if there is one."""
+        moves = estimates is not None
+        node = self.nodes.get(moves)
+        if node is None:
+            layer = _Layer(self.numbers[0], *self.moves, *self.numbers[1:])
+            tasks = _task("forward", layer), _task("backward", layer)
+            sizes = (self.kept, self.scratch, self.backward_scratch)
+            node = cpp_node.make(tasks, layer, sizes, inputs, estimates, self.eps, can_omit_dx=True)
+            if node is not None:
+                self.nodes[moves] = node
+        return node
+
+
+class _Layer(ctypes.Structure):
+    """As in cpu_layer.c."""
+
+    _fields_ = (
+        ("eps", ctypes.c_float),
+        ("momentum", ctypes.c_float),
+        *((name, ctypes.c_int64) for name in (
+            "by_usage", "weight_step", "bias_step", "samples", "channels", "modes", "positions",
+            "last",
+        )),
+    )  # fmt: skip
+
+
+def _task(name: str, layer: _Layer) -> Task:
+    function = getattr(library().library, f"modenorm_run_{name}")
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    assert address is not None
+    return Task(address, ctypes.addressof(layer))
 
 
 _plans: dict[tuple[Any, ...], _Plan | None] = {}
@@ -159,20 +207,21 @@ class _ModeNorm(torch.autograd.Function):
         usage_matters: bool,
     ) -> tuple[Tensor, ...]:
         y, kept, scratch = torch.empty_like(x), floats(plan.kept), floats(plan.scratch)
-        used = floats(plan.gates_shape) if gates is None else gates
+        used = floats(plan.gates_shape) if gates_matter else gates
+        of_gates = kept.data_ptr() + 4 * plan.gates_in_kept if used is None else used.data_ptr()
         usage = floats(plan.gates_shape[1]) if usage_matters else None
         given = map(address, (x, gate_weight, gate_bias, weight, bias, y))
         moved = map(address, _in_c_order(estimates))
         from_batch = int(plan.training or estimates is None)
         call_at(
             "forward",
-            (*given, *map(address, (used, kept, scratch, usage)), *moved),
+            (*given, of_gates, *map(address, (kept, scratch, usage)), *moved),
             (*plan.moves, from_batch, *plan.numbers),
         )
         ctx.save_for_backward(x, gates, gate_weight, gate_bias, weight, bias, used, kept)
         ctx.plan, ctx.strides, ctx.matter = plan, x.stride(), (gates_matter, usage_matters)
         ctx.set_materialize_grads(False)
-        heard = (y, used) if gates_matter else (y,)
+        heard = (y,) if used is None or not gates_matter else (y, used)
         return heard if usage is None else (*heard, usage)
 
     @staticmethod
@@ -192,13 +241,23 @@ class _ModeNorm(torch.autograd.Function):
         dgates = None if gates is None else torch.empty_like(gates)
         scratch = floats(plan.backward_scratch)
         gate_weight, _, weight, bias = parameters
+        of_gates = kept.data_ptr() + 4 * plan.gates_in_kept if used is None else used.data_ptr()
         free = scratch.data_ptr()
         of_dgates = free + 4 * plan.gates_in_scratch if dgates is None else dgates.data_ptr()
         given = map(address, (gate_weight, weight, bias, dused, dusage, dx))
         found = map(address, gradients)
         call_at(
             "backward",
-            (*map(address, (dy, x, used, kept)), *given, of_dgates, *found, free),
+            (
+                dy.data_ptr(),
+                x.data_ptr(),
+                of_gates,
+                kept.data_ptr(),
+                *given,
+                of_dgates,
+                *found,
+                free,
+            ),
             plan.numbers,
         )
         return dx, dgates, *gradients, *NO_GRADIENTS

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from modenorm.kernels.cpp_node import Task
 from modenorm.kernels.launch import (
     DRIVER_IS_KNOWN,
     Launch,
@@ -26,7 +27,7 @@ from modenorm.kernels.layout import interpreting
 from modenorm.kernels.native import library
 from modenorm.kernels.slab import Slab, Slot
 
-__all__ = ["Part", "Sequence", "Split", "Stage", "Stream"]
+__all__ = ["Part", "Sequence", "Split", "Stage", "Stream", "enter_context"]
 
 DRIVER = "libcuda.so.1"
 INVALID_CONTEXT = 201
@@ -128,18 +129,23 @@ class Sequence:
             return None
         return cls(driver, recorder.launches, arrays)
 
+    @property
+    def task(self) -> Task:
+        """The same for a node of C++."""
+        return Task(_address_of_launcher(), self._address)
+
     def __call__(self, stream: int, addresses: list[int]) -> None:
         """Launch on a stream, with the arrays at these addresses."""
         packed = self._pack(*addresses)
         error = self._launch(self._address, stream, packed)
         if error == INVALID_CONTEXT:  # of the first kernel: nothing was launched
-            _enter_context()
+            enter_context()
             error = self._launch(self._address, stream, packed)
         if error:
             raise RuntimeError(f"the CUDA driver refused to launch a kernel: error {error}")
 
 
-def _enter_context() -> None:
+def enter_context() -> None:
     """Give this thread the device's context; autograd's threads may have none yet.
 
     By the driver's own calls, which are allowed while a CUDA graph is captured.
@@ -189,8 +195,11 @@ def _driver() -> int | None:
 @functools.cache
 def _launcher() -> Callable[..., int]:
     """`modenorm_launch`, called without letting other threads of Python go first."""
-    address = ctypes.cast(library().library.modenorm_launch, ctypes.c_void_p).value
     kinds = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)
-    prototype = ctypes.PYFUNCTYPE(ctypes.c_int, *kinds)
+    return ctypes.PYFUNCTYPE(ctypes.c_int, *kinds)(_address_of_launcher())
+
+
+def _address_of_launcher() -> int:
+    address = ctypes.cast(library().library.modenorm_launch, ctypes.c_void_p).value
     assert address is not None
-    return prototype(address)
+    return address

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import modenorm
 from modenorm import reference
+from modenorm.kernels.cpp_node import autograd_nodes
 from modenorm.lab.bench.loop import LoopModeNorm
 from modenorm.lab.bench.names import split_name
 from modenorm.lab.bench.timing import alternating, device_time, peak_memory, wall_time
@@ -97,6 +98,7 @@ def norm_names(modes: Iterable[int], loop: bool = True) -> list[str]:
 
 def measure(case: Case, names: Iterable[str], wall: bool = True) -> list[dict[str, Any]]:
     """One row per norm, the floor and batch norm first."""
+    autograd_nodes()  # waits for the compiler
     x, dy = case.tensor(seed=1), case.tensor(seed=2)
     times = {name: _checked_time(case, name, x, dy) for name in names}
     floor = _time_in_turns(case, times, x, dy) if case.device == "cpu" else _copy_floor(x)

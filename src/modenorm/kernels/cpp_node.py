@@ -1,0 +1,238 @@
+"""Mode normalization as an autograd node of C++ (node.cpp), for calls without anything unusual.
+
+An autograd node of Python costs the host more than a small layer's work. The system's C++ compiler
+makes one that doesn't, for this very torch, once and beside whatever else is going on, in ten to
+twenty seconds; kernels/compiled.py keeps it. Until it is there, and where it can't be made, the
+nodes of kernels/fused.py and kernels/native_node.py serve, with the same code and tensors to save.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from importlib.machinery import ExtensionFileLoader
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from modenorm.kernels import compiled, plain
+from modenorm.kernels.mode_arrays import Backward, Forward, Inputs
+from modenorm.mixing import RunningEstimates
+
+__all__ = ["Task", "autograd_nodes", "make"]
+
+SWITCH = "MODENORM_CPP_NODE"  # 0: nodes of Python serve
+SOURCE = Path(__file__).with_name("node.cpp")
+FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-w")
+LIBRARIES = ("torch_python", "torch", "torch_cpu", "c10")
+COMPILERS = ("c++", "g++", "clang++")
+NAME = "modenorm_node"
+MOST_NODES = 4096
+ESTIMATES = ("running_mean", "running_var", "tracked", "share")  # as `Forward` calls them
+
+
+def autograd_nodes() -> str:
+    """What puts mode norms into the graph of autograd, in words; waits until that is decided.
+
+    Example:
+        >>> autograd_nodes().partition(":")[0] in ("C++", "Python")
+        True
+    """
+    builder = _builder()
+    builder.wait()
+    return f"{'Python' if builder.module is None else 'C++'}: {builder.about}"
+
+
+class _Builder:
+    """Finds the module, or has it compiled beside whatever else is going on."""
+
+    def __init__(self) -> None:
+        self.module: Any = None
+        self.about = f"{SWITCH}=0"
+        self._thread: threading.Thread | None = None
+        self._process: subprocess.Popen[str] | None = None
+        if os.environ.get(SWITCH) == "0":
+            return
+        compiler = compiled.compiler_for("CXX", COMPILERS)
+        if not sys.platform.startswith("linux") or compiler is None:
+            self.about = "there is no C++ compiler"
+            return
+        key = compiled.key_of((SOURCE,), compiler, FLAGS, *_versions())
+        if (found := compiled.load_kept(key, _open)) is not None:
+            self.module, self.about = found[0], str(found[1])
+            return
+        self._thread = threading.Thread(target=self._build, args=(compiler, key), daemon=True)
+        self._thread.start()
+        atexit.register(self._stop)
+
+    def wait(self) -> None:
+        """Until the compiler has ended."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _build(self, compiler: tuple[str, ...], key: str) -> None:
+        try:
+            with _one_at_a_time():
+                compile_to = partial(self._compile, compiler)
+                module, path = compiled.load(key, compile_to, _open)
+            self.module, self.about = module, str(path)
+        except (OSError, ImportError, subprocess.SubprocessError) as error:
+            self.about = compiled.reason(error)
+
+    def _compile(self, compiler: tuple[str, ...], target: Path) -> None:
+        command = [*compiler, *FLAGS, *_paths(), str(SOURCE), "-o", str(target)]
+        command += [f"-l{library}" for library in LIBRARIES]
+        self._process = subprocess.Popen(
+            command,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # to be stopped with what it starts
+            env={**os.environ, "TMPDIR": str(target.parent)},
+        )
+        _, errors = self._process.communicate()
+        if self._process.returncode:
+            raise subprocess.CalledProcessError(self._process.returncode, command, None, errors)
+
+    def _stop(self) -> None:
+        """A program that ends doesn't wait for the compiler, and leaves nothing behind."""
+        if self._process is not None and self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGTERM)
+            self.wait()
+
+
+@functools.cache
+def _builder() -> _Builder:
+    return _Builder()
+
+
+def _versions() -> tuple[object, ...]:
+    """What the module is made for."""
+    return torch.__version__, torch.version.git_version, sysconfig.get_config_var("EXT_SUFFIX")
+
+
+def _paths() -> Iterator[str]:
+    """Where headers and libraries lie, and how torch's strings do."""
+    root = Path(torch.__file__).parent
+    headers = (root / "include", root / "include" / "torch" / "csrc" / "api" / "include")
+    for folder in (*headers, sysconfig.get_path("include")):
+        yield f"-I{folder}"
+    yield f"-L{root / 'lib'}"
+    yield f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
+
+
+def _open(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(
+        NAME, path, loader=ExtensionFileLoader(NAME, str(path))
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@contextlib.contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Of several processes that start together, one compiles and the others wait for its file."""
+    import fcntl
+
+    try:
+        compiled.folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = (compiled.folder() / "node.lock").open("w")
+    except OSError:  # then each compiles for itself
+        yield
+        return
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # a forked process may still have it open
+
+
+_made = 0
+
+
+class Task(NamedTuple):
+    """A function of C that takes an argument, where to run, and arrays; as addresses."""
+
+    run: int
+    what: int
+
+
+def make(
+    tasks: tuple[Task, Task],
+    owner: object,
+    sizes: tuple[int, int, int],
+    inputs: Inputs,
+    estimates: RunningEstimates | None,
+    eps: float,
+    can_omit_dx: bool,
+    enter_context: Callable[[], None] | None = None,
+) -> Callable[..., Tensor] | None:
+    """A function of where to run, x, inputs and estimates to y; None if there is none (yet).
+
+    It is never freed, since graphs point to it, so there is a limit to their number.
+
+    Args:
+        tasks: Forward and backward, which take arrays in the order of `Forward` and `Backward`.
+        owner: Keeps alive what the tasks point to.
+        sizes: Of what is kept, of the forward's scratch memory and of the backward's, in floats.
+        inputs: Of a call, without gates: which of them there are.
+        estimates: Of a call: which of them are moved.
+        eps: For a backward by plain operators.
+        can_omit_dx: Whether the backward does without a place for dx.
+        enter_context: What a thread without a context of the driver needs.
+    """
+    global _made
+    module = _builder().module  # the first call starts the compiler
+    if module is None or _made == MOST_NODES:
+        return None
+    _made += 1
+    beside = {name: array for name, array in inputs._asdict().items() if array is not None}
+    names = ["x", *beside]
+    changed = [] if estimates is None else _present(ESTIMATES, estimates)
+    forward = [*names, *changed, "kept", "scratch", "y"]
+    backward = ["dy", *names, "kept", "scratch", *(f"d{name}" for name in names)]
+    plan = module.plan(
+        *tasks[0], *tasks[1], len(names), *sizes, can_omit_dx,
+        _places(Forward._fields, forward), _places(Backward._fields, backward),
+        partial(_plainly, names, eps), enter_context, owner,
+    )  # fmt: skip
+    return partial(module.mode_norm, plan)
+
+
+def _present(names: Sequence[str], arrays: Sequence[Tensor | None]) -> list[str]:
+    return [name for name, array in zip(names, arrays, strict=True) if array is not None]
+
+
+def _places(order: Sequence[str], given: list[str]) -> bytes:
+    """Where each array of an order is among the given ones; 255, which is -1, if nowhere."""
+    return bytes(given.index(name) if name in given else 255 for name in order)
+
+
+def _plainly(
+    names: list[str], eps: float, inputs: list[Tensor], needed: list[bool], dy: Tensor
+) -> list[Tensor | None]:
+    """The gradients of a node's inputs by plain operators, so that they can be differentiated."""
+    every = ("x", *Inputs._fields)
+    given, needs = dict(zip(names, inputs, strict=True)), dict(zip(names, needed, strict=True))
+    found = plain.differentiate(
+        partial(plain.mode_norm, eps=eps),
+        [given.get(name) for name in every],
+        [needs.get(name, False) for name in every],
+        (dy, None, None),
+    )
+    return [gradient for name, gradient in zip(every, found, strict=True) if name in given]

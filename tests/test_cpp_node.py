@@ -1,0 +1,346 @@
+"""Autograd nodes of C++: the same numbers as those of Python, and all that autograd may ask."""
+
+import copy
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import modenorm
+from compare import make_layer
+from modenorm.kernels import compiled, cpp_node, native_node
+
+pytestmark = pytest.mark.skipif(
+    not cpp_node.autograd_nodes().startswith("C++"), reason=cpp_node.autograd_nodes()
+)
+SHAPE = (6, 3, 4, 5)
+
+
+def is_cpp(y: torch.Tensor) -> bool:
+    return "modenorm::ModeNorm" in y.grad_fn.name()
+
+
+@pytest.fixture
+def layer():
+    return make_layer(3, 2, 4, torch.float32)
+
+
+@pytest.fixture
+def x():
+    return torch.randn(SHAPE, requires_grad=True)
+
+
+def by_python(monkeypatch):
+    monkeypatch.setattr(cpp_node, "make", lambda *args, **kwargs: None)
+    native_node._plans.clear()
+
+
+def everything(layer, x, upstream):
+    layer, x = copy.deepcopy(layer), x.detach().requires_grad_()
+    y = layer(x)
+    gradients = torch.autograd.grad(y, [x, *layer.parameters()], upstream)
+    return is_cpp(y), [y.detach(), *gradients, *layer.buffers()]
+
+
+OPTIONS = {
+    "default": {},
+    "affine=False": {"affine": False},
+    "per_mode_affine": {"per_mode_affine": True},
+    "usage": {"running_update": "usage"},
+    "momentum=None": {"momentum": None},
+    "no estimates": {"track_running_stats": False},
+}
+
+
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_same_bits_as_a_node_of_python(option, order, monkeypatch):
+    layer = make_layer(3, 2, 4, torch.float32, **OPTIONS[option])
+    x = torch.randn(SHAPE).to(memory_format=order)
+    upstream = torch.randn_like(x)
+    cpp, found = everything(layer, x, upstream)
+    by_python(monkeypatch)
+    python, expected = everything(layer, x, upstream)
+    assert cpp
+    assert not python
+    assert [t.stride() for t in found] == [t.stride() for t in expected]
+    assert all(map(torch.equal, found, expected))
+
+
+def expanded(upstream):
+    return upstream[:1, :1, :1, :1].expand(SHAPE)
+
+
+def misaligned(upstream):
+    return torch.cat([torch.zeros(1), upstream.flatten()])[1:].view(SHAPE)
+
+
+def in_another_order(upstream):
+    return upstream.to(memory_format=torch.channels_last)
+
+
+def negated(upstream):
+    return torch._neg_view(upstream)
+
+
+@pytest.mark.parametrize("change", [expanded, misaligned, in_another_order, negated])
+def test_gradients_that_lie_otherwise(change, layer, x, monkeypatch):
+    upstream = change(torch.randn(SHAPE))
+    _, found = everything(layer, x, upstream)
+    _, expected = everything(layer, x, upstream.clone(memory_format=torch.contiguous_format))
+    assert all(map(torch.equal, found, expected))
+
+
+def test_double_backward(x):
+    layer = make_layer(3, 2, 4, torch.float32)
+    inputs = [x, *layer.parameters()]
+    upstream = torch.randn(SHAPE, requires_grad=True)
+
+    def second():
+        y = layer(x)
+        first = torch.autograd.grad(y, inputs, upstream, create_graph=True)
+        total = sum(g.square().sum() for g in first)
+        return torch.autograd.grad(total, [*inputs, upstream], materialize_grads=True)
+
+    found = second()
+    with modenorm.use_backend("eager"):
+        expected = second()
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3 * float(b.abs().max()))
+
+
+def test_batched_gradients(layer, x):
+    y, upstream = layer(x), torch.randn(4, *SHAPE)
+    (found,) = torch.autograd.grad(y, x, upstream, is_grads_batched=True, retain_graph=True)
+    for one, dx in zip(upstream, found, strict=True):
+        (expected,) = torch.autograd.grad(y, x, one, retain_graph=True)
+        torch.testing.assert_close(dx, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_only_what_is_needed(layer):
+    x = torch.randn(SHAPE)
+    layer(x).sum().backward()
+    assert x.grad is None
+    assert all(p.grad is not None for p in layer.parameters())
+    for parameter in layer.parameters():
+        parameter.requires_grad_(False)
+    assert layer(x).grad_fn is None
+    x.requires_grad_()
+    layer(x).backward(torch.randn(SHAPE))
+    assert x.grad.abs().sum() > 0
+
+
+def test_a_graph_is_used_once_unless_it_is_kept(layer, x):
+    y, upstream = layer(x), torch.randn(SHAPE)
+    first = torch.autograd.grad(y, x, upstream, retain_graph=True)[0]
+    assert torch.equal(torch.autograd.grad(y, x, upstream)[0], first)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(y, x, upstream)
+
+
+def test_an_input_that_was_changed_is_noticed(layer, x):
+    changed = x * 1
+    y = layer(changed)
+    changed.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_an_output_may_be_changed(layer, x):
+    y = layer(x)
+    torch.relu_(y)
+    y.backward(torch.randn(SHAPE))
+    assert x.grad.isfinite().all()
+
+
+def test_saved_tensors_may_be_packed(layer, x):
+    upstream, packed = torch.randn(SHAPE), []
+
+    def pack(tensor):
+        packed.append(tensor.shape)
+        return tensor.clone(memory_format=torch.contiguous_format).numpy()
+
+    x = x.detach().to(memory_format=torch.channels_last).requires_grad_()
+    (expected,) = torch.autograd.grad(layer(x), x, upstream)
+    with torch.autograd.graph.saved_tensors_hooks(pack, torch.from_numpy):
+        y = layer(x)
+    (found,) = torch.autograd.grad(y, x, upstream)
+    assert packed[0] == x.shape
+    assert len(packed) == 6  # x, four parameters, what is kept
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("first", ["Python", "C++"])
+def test_a_checkpoint_may_be_repeated_by_the_other_node(first, layer, x, monkeypatch):
+    """The compiler may end between a forward and its repetition."""
+    upstream, make = torch.randn(SHAPE), cpp_node.make
+    expected = torch.autograd.grad(layer(x), x, upstream)[0]
+    estimates = layer.running_mean.clone()
+
+    def use(kind):
+        chosen = make if kind == "C++" else lambda *args, **kwargs: None
+        monkeypatch.setattr(cpp_node, "make", chosen)
+        native_node._plans.clear()
+
+    use(first)
+    y = checkpoint(layer, x, use_reentrant=False)
+    moved = layer.running_mean.clone()
+    use("Python" if first == "C++" else "C++")
+    found = torch.autograd.grad(y, x, upstream)[0]
+    assert torch.equal(found, expected)
+    assert not torch.equal(moved, estimates)
+    assert torch.equal(layer.running_mean, moved)
+
+
+def test_compiled_autograd(layer, x):
+    from torch._dynamo import compiled_autograd
+
+    upstream = torch.randn(SHAPE)
+    expected = torch.autograd.grad(layer(x), x, upstream)[0]
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        layer(x).backward(upstream)
+    assert torch.equal(x.grad, expected)
+
+
+def test_graphs_outlive_plans(layer, x):
+    y, upstream = layer(x), torch.randn(SHAPE)
+    expected = torch.autograd.grad(y, x, upstream, retain_graph=True)[0]
+    native_node._plans.clear()
+    assert torch.equal(torch.autograd.grad(y, x, upstream)[0], expected)
+
+
+def test_the_number_of_nodes_is_limited(layer, x, monkeypatch):
+    native_node._plans.clear()
+    monkeypatch.setattr(cpp_node, "_made", cpp_node.MOST_NODES)
+    assert not is_cpp(layer(x))
+
+
+def test_threads(layer, x):
+    upstream = torch.randn(SHAPE)
+    expected, found = torch.autograd.grad(layer(x), x, upstream)[0], []
+
+    def work():
+        for _ in range(50):
+            found.append(torch.autograd.grad(layer(x), x, upstream)[0])
+
+    layer.momentum = 0.0
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 200
+    assert all(torch.equal(one, expected) for one in found)
+
+
+@pytest.mark.filterwarnings("ignore:Error detected in")
+def test_anomalies_are_traced_to_the_layer(layer, x):
+    with torch.autograd.set_detect_anomaly(True):
+        y = layer(x)
+        with pytest.raises(RuntimeError, match=r"ModeNorm.*returned nan"):
+            y.backward(torch.full(SHAPE, float("nan")))
+
+
+def test_profilers_see_it(layer, x):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        layer(x).sum().backward()
+    names = {event.name for event in profiler.events()}
+    assert "ModeNorm" in names
+    assert any("ModeNorm" in name for name in names if "Backward" in name or "evaluate" in name)
+
+
+def builder(monkeypatch, tmp_path, **environment):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    return cpp_node._Builder()
+
+
+def test_it_can_be_switched_off(monkeypatch, tmp_path):
+    found = builder(monkeypatch, tmp_path, MODENORM_CPP_NODE="0")
+    assert found.module is None
+    assert found.about == "MODENORM_CPP_NODE=0"
+
+
+def test_without_a_compiler(monkeypatch, tmp_path):
+    found = builder(monkeypatch, tmp_path, PATH="", CXX="")
+    assert found.module is None
+    assert "no C++ compiler" in found.about
+
+
+@pytest.mark.parametrize("fault", ["fails", "makes nonsense"])
+def test_a_compiler_that_is_of_no_use(fault, monkeypatch, tmp_path):
+    script = tmp_path / "cxx"
+    last = "${@: -5:1}"  # what follows -o
+    work = "echo 'error: no such header' >&2; exit 1" if fault == "fails" else f'echo no > "{last}"'
+    script.write_text(f"#!/bin/bash\n{work}\n")
+    script.chmod(0o755)
+    found = builder(monkeypatch, tmp_path, CXX=str(script))
+    found.wait()
+    assert found.module is None
+    assert "no such header" in found.about or "ImportError" in found.about
+
+
+def test_layers_do_not_wait_for_the_compiler(layer, x, monkeypatch, tmp_path):
+    script = tmp_path / "cxx"
+    script.write_text("#!/bin/sh\nsleep 600\n")
+    script.chmod(0o755)
+    found = builder(monkeypatch, tmp_path, CXX=str(script))
+    monkeypatch.setattr(cpp_node, "_builder", lambda: found)
+    native_node._plans.clear()
+    y = layer(x)
+    y.backward(torch.randn(SHAPE))
+    assert not is_cpp(y)
+    found._stop()
+    assert found.module is None
+    monkeypatch.undo()
+    assert is_cpp(layer(x))
+
+
+ENDS = """
+import torch, modenorm
+layer, x = modenorm.ModeNorm2d(3), torch.randn(4, 3, 5, 5)
+layer(x).sum().backward()
+print("done")
+"""
+
+
+def test_a_program_that_ends_leaves_nothing_behind(tmp_path):
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "TMPDIR": str(scratch)}
+    source = Path(modenorm.__file__).parents[1]
+    environment["PYTHONPATH"] = str(source)
+    begun = time.monotonic()
+    command = [sys.executable, "-c", ENDS]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "done\n"
+    assert done.stderr == ""
+    assert time.monotonic() - begun < 60
+    assert list(scratch.iterdir()) == []
+    kept = {path.suffix for path in (tmp_path / "modenorm").iterdir()}
+    assert kept <= {".so", ".lock"}
+
+
+def test_two_processes_share_one_compilation(tmp_path):
+    counter, script = tmp_path / "count", tmp_path / "cxx"
+    real = compiled.compiler_for("CXX", cpp_node.COMPILERS)[0]
+    script.write_text(f'#!/bin/sh\necho one >> {counter}\nexec {real} -O0 "$@"\n')
+    script.chmod(0o755)
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "CXX": str(script)}
+    environment["PYTHONPATH"] = str(Path(modenorm.__file__).parents[1])
+    command = "from modenorm.kernels import cpp_node; print(cpp_node.autograd_nodes())"
+    racers = [
+        subprocess.Popen([sys.executable, "-c", command], env=environment, stdout=subprocess.PIPE)
+        for _ in range(2)
+    ]
+    told = {racer.communicate()[0].decode() for racer in racers}
+    assert len(told) == 1
+    assert told.pop().startswith("C++: ")
+    assert counter.read_text() == "one\n"
