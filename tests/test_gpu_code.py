@@ -23,7 +23,7 @@ from modenorm.kernels.gpu_channels import ChannelMixing  # noqa: E402
 from modenorm.kernels.gpu_inference import inference_launch  # noqa: E402
 from modenorm.kernels.gpu_mixing import Mixing  # noqa: E402
 from modenorm.kernels.gpu_several import launch_for  # noqa: E402
-from modenorm.kernels.tiles import inference_tile  # noqa: E402
+from modenorm.kernels.tiles import inference_tile, lines_for  # noqa: E402
 from modenorm.lab.models import max_pool, narrow_conv  # noqa: E402
 
 STREAMED = ("x_ptr", "y_ptr", "dy_ptr", "dx_ptr")
@@ -162,6 +162,25 @@ def test_flat_maps_read_wide(dtype, monkeypatch, tmp_path):
         ptx = done.asm["ptx"]
         assert ptx.count("st.global.v4.b32") == max(1, vectors)
         assert ptx.count("ld.global.v4.b32") == tensors * max(1, vectors)
+
+
+RAGGED = [(49, torch.bfloat16), (49, torch.float32), (196, torch.bfloat16)]
+
+
+@pytest.mark.parametrize(("positions", "dtype"), RAGGED, ids=str)
+def test_sums_over_ragged_rows_read_wide(positions, dtype, monkeypatch, tmp_path):
+    """16 bytes at once; Triton 3.9 spills two numbers in a case."""
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    monkeypatch.setattr(launches, "can_overlap", lambda: True)
+    geometry = Geometry(256, 2048, positions, False, dtype)
+    passes, lines = Passes(geometry), lines_for(geometry)
+    for launch, tensors in ((passes.moments, 1), (passes.mean, 1), (passes.reduce_backward, 2)):
+        done = compile_for(launch, 90, "bf16" if dtype.itemsize == 2 else "fp32")
+        assert resources(done, tmp_path)["STACK"] <= 8
+        assert (
+            done.asm["ptx"].count("ld.global.v4.b32") == tensors * lines.pieces * lines.lines // 32
+        )
+        assert done.metadata.shared <= 4 * lines.lines  # the rows' sums alone
 
 
 @pytest.mark.parametrize("affine", [(False, False, False), (True, True, False), (True, True, True)])

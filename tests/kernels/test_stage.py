@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from test_fused import layer_for, tensor
 
 import modenorm
-from modenorm.kernels import channel_plan, launch, mode_plan, stage, tiles
+from modenorm.kernels import channel_plan, cpp_node, fused, launch, mode_plan, stage, tiles
 from modenorm.kernels.layout import interpreting
 from modenorm.kernels.native import library
 
@@ -45,6 +45,7 @@ class StandIn:
 
     def __init__(self, monkeypatch):
         self.kernels, self.arrays, self.log, self.error = {}, (), [], 0
+        self.in_cpp = False  # whose other arrays are all of float32
         kind = ctypes.CFUNCTYPE(
             ctypes.c_int, ctypes.POINTER(Config), ADDRESS, ctypes.POINTER(ADDRESS), ADDRESS
         )
@@ -54,16 +55,28 @@ class StandIn:
         monkeypatch.setattr(stage, "interpreting", lambda: False)
         monkeypatch.setattr(stage, "current_stream", lambda x: 7)
         monkeypatch.setattr(stage, "DRIVER_IS_KNOWN", True)
+        monkeypatch.setattr(fused, "current_stream", lambda x: 7)
         one_by_one, all_at_once = launch.Launch.__call__, stage.Stage.__call__
+        make = cpp_node.make
 
         def compile_first(this, stream, *pointers):
             one_by_one(this, stream, *pointers)
             this.compiled = this.compiled or self.compiled(this, pointers)
 
         def remember(this, arrays):
-            self.arrays = [array for array in arrays if array is not None]
+            self.arrays, self.in_cpp = [array for array in arrays if array is not None], False
             all_at_once(this, arrays)
 
+        def make_listening(*args):
+            node = make(*args)
+
+            def listening(stream, *arrays):
+                self.arrays, self.in_cpp = arrays, True
+                return node(stream, *arrays)
+
+            return node and listening
+
+        monkeypatch.setattr(cpp_node, "make", make_listening)
         monkeypatch.setattr(launch.Launch, "__call__", compile_first)
         monkeypatch.setattr(stage.Stage, "__call__", remember)
 
@@ -118,11 +131,12 @@ class StandIn:
             if 0 <= start < array.numel() * array.element_size():
                 flat = array.as_strided((array.numel(),), (1,))
                 return flat[start // array.element_size() :]
-        raise AssertionError("an address outside of all arrays")
+        assert self.in_cpp, "an address outside of all arrays"
+        return torch.frombuffer((ctypes.c_float * 1).from_address(target), dtype=torch.float32)
 
 
 @pytest.fixture
-def stand_in(monkeypatch):
+def stand_in(monkeypatch, nodes):
     clear = (mode_plan._plans.clear, channel_plan._plan.cache_clear)
     for each in clear:
         each()
@@ -168,7 +182,7 @@ BACKWARD += ["_apply_backward_kernel", "parameters_backward_kernel"]
     ],
     ids=lambda options: "-".join(options) or "plain",
 )
-def test_a_training_step(stand_in, options, channels_last):
+def test_a_training_step(stand_in, options, channels_last, nodes):
     torch.manual_seed(0)
     options = dict(options)
     given, penalty = options.pop("given", False), options.pop("penalty", False)
@@ -178,6 +192,7 @@ def test_a_training_step(stand_in, options, channels_last):
     first = step(layer, x, dy, penalty, **more)
     assert stand_in.log == []
     check(stand_in, first, step(layer, x, dy, penalty, **more), FORWARD + BACKWARD)
+    assert stand_in.in_cpp == (nodes == "C++" and not given and not penalty)
 
 
 @pytest.mark.parametrize("largest", [0, tiles.LARGEST_SAMPLE], ids=["passes", "one launch"])
@@ -209,23 +224,24 @@ def test_mode_group_norm(stand_in, variance):
 def test_a_thread_without_context(stand_in, monkeypatch):
     torch.manual_seed(0)
     layer, x = modenorm.ModeNorm2d(6), torch.randn(5, 6, 3, 4)
-    wanted = layer(x)
+    dy = torch.randn_like(x)
     entered = []
 
     def enter():
         entered.append(list(stand_in.log))
         stand_in.error = 0
 
-    monkeypatch.setattr(stage, "_enter_context", enter)
+    for module in (stage, mode_plan):
+        monkeypatch.setattr(module, "enter_context", enter)
+    wanted = step(layer, x, dy)
     stand_in.error = stage.INVALID_CONTEXT
-    assert torch.equal(layer(x), wanted)
+    check(stand_in, wanted, step(layer, x, dy), FORWARD + BACKWARD)
     assert entered == [[]]
-    assert stand_in.log == FORWARD
 
 
 def test_an_error_of_the_driver(stand_in):
     layer, x = modenorm.ModeNorm2d(6), torch.randn(5, 6, 3, 4)
-    layer(x)
+    step(layer, x, x)
     stand_in.error = 700
     with pytest.raises(RuntimeError, match="refused to launch a kernel: error 700"):
         layer(x)

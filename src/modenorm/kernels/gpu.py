@@ -23,9 +23,10 @@ from torch import Tensor
 
 from modenorm.kernels.gpu_arrays import begin
 from modenorm.kernels.gpu_flat_maps import flat_apply, flat_apply_backward
+from modenorm.kernels.gpu_lines import line_moments, line_reduce_backward
 from modenorm.kernels.launch import Launch, current_stream
 from modenorm.kernels.layout import as_planes, planes_like
-from modenorm.kernels.tiles import Geometry, Tile, map_tile, moments_tile, reduce_tile
+from modenorm.kernels.tiles import Geometry, Tile, lines_for, map_tile, moments_tile, reduce_tile
 
 __all__ = ["Geometry", "Passes", "apply", "apply_backward", "moments", "reduce_backward"]
 
@@ -283,12 +284,18 @@ class Passes:
 
     def __init__(self, geometry: Geometry, direct: bool = True) -> None:
         self.geometry, self.direct = geometry, direct
-        tile = moments_tile(geometry)
-        self.moments = self._reduction(_moments_kernel, tile, (True,))
-        # channels last, both take less time than the mean alone
-        last = geometry.channels_last
-        self.mean = self.moments if last else self._reduction(_moments_kernel, tile, (False,))
-        self.reduce_backward = self._reduction(_reduce_backward_kernel, reduce_tile(geometry), ())
+        lines = lines_for(geometry)
+        if lines is not None:
+            self.moments = line_moments(geometry, lines, True, direct)
+            self.mean = line_moments(geometry, lines, False, direct)
+            self.reduce_backward = line_reduce_backward(geometry, lines, direct)
+        else:
+            tile, kernel = moments_tile(geometry), _reduce_backward_kernel
+            self.moments = self._reduction(_moments_kernel, tile, (True,))
+            # channels last, both take less time than the mean alone
+            last = geometry.channels_last
+            self.mean = self.moments if last else self._reduction(_moments_kernel, tile, (False,))
+            self.reduce_backward = self._reduction(kernel, reduce_tile(geometry), ())
         if geometry.is_ragged:
             self.apply = flat_apply(geometry, direct)
             self.apply_backward = flat_apply_backward(geometry, True, direct)

@@ -9,8 +9,10 @@ import triton
 
 __all__ = [
     "Geometry",
+    "Lines",
     "Tile",
     "inference_tile",
+    "lines_for",
     "map_tile",
     "moments_tile",
     "one_launch",
@@ -67,6 +69,15 @@ class Tile(NamedTuple):
     rows: int
     positions: int
     num_warps: int
+
+
+class Lines(NamedTuple):
+    """Rows that are read as one line, and a program's tile: numbers in a piece, pieces, lines."""
+
+    rows: int
+    width: int
+    pieces: int
+    lines: int
 
 
 class Rule(NamedTuple):
@@ -134,6 +145,8 @@ Never more than 2^20 numbers: see `_pieces` in gpu_inference.py.
 PROCESSORS = 132
 """Of an H200."""
 MOST_MODES = 8
+MOST_PIECES = 64
+"""Of 16 bytes in a line."""
 INFERENCE_WARPS, INFERENCE_BYTES = 8, 64
 """Warps of a program, most bytes that a thread reads at once."""
 
@@ -183,6 +196,16 @@ def moments_tile(geometry: Geometry) -> Tile:
 def reduce_tile(geometry: Geometry) -> Tile:
     """The tile of `reduce_backward`."""
     return _reduction_tile(geometry, REDUCE_2_BYTES, REDUCE_4_BYTES)
+
+
+def lines_for(geometry: Geometry) -> Lines | None:
+    """How sums over ragged rows read them as lines; None if they don't."""
+    size, positions = geometry.dtype.itemsize, geometry.num_positions
+    rows = 16 // power_of_two_in(positions * size)
+    pieces = triton.next_power_of_2(rows * positions * size // 16)
+    if not geometry.is_ragged or geometry.rows[1] % rows or pieces > MOST_PIECES:
+        return None
+    return Lines(rows, 16 // size, pieces, max(1, (512 if rows == 8 else 256) // pieces))
 
 
 def map_tile(geometry: Geometry, backward: bool) -> Tile:
