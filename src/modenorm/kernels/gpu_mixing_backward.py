@@ -133,26 +133,27 @@ def samples_backward_kernel(
     dshift_ptr += sample * num_channels
     scale_ptr += sample * num_channels
     channels = tl.arange(0, BLOCK_C)
-    lines = _mode_lines(
-        channels, modes, mask_k, mode_mean_ptr, mode_var_ptr, u_ptr, s_ptr, weight_ptr,
-        num_channels, eps, HAS_WEIGHT, PER_MODE,
-    )  # fmt: skip
-    sums = _gate_terms(
-        lines, channels, modes, mask_k, mean_ptr, var_ptr, dscale_ptr, dshift_ptr, bias_ptr,
-        num_channels, HAS_BIAS and PER_MODE,
-    )  # fmt: skip
-    if not SINGLE:
-        for start in range(BLOCK_C, num_channels, BLOCK_C):
+    if SINGLE:
+        terms, scale, slope, pull = _of_tile(
+            channels, modes, mask_k, gates, mean_ptr, var_ptr, mode_mean_ptr, mode_var_ptr, u_ptr,
+            s_ptr, weight_ptr, bias_ptr, dscale_ptr, dshift_ptr, num_channels, eps,
+            HAS_WEIGHT, HAS_BIAS, PER_MODE,
+        )  # fmt: skip
+    else:
+        terms = tl.zeros([BLOCK_K, BLOCK_C], tl.float32)
+        for start in range(0, num_channels, BLOCK_C):
             more = start + channels
-            lines = _mode_lines(
-                more, modes, mask_k, mode_mean_ptr, mode_var_ptr, u_ptr, s_ptr, weight_ptr,
-                num_channels, eps, HAS_WEIGHT, PER_MODE,
+            found, scale, slope, pull = _of_tile(
+                more, modes, mask_k, gates, mean_ptr, var_ptr, mode_mean_ptr, mode_var_ptr, u_ptr,
+                s_ptr, weight_ptr, bias_ptr, dscale_ptr, dshift_ptr, num_channels, eps,
+                HAS_WEIGHT, HAS_BIAS, PER_MODE,
             )  # fmt: skip
-            sums += _gate_terms(
-                lines, more, modes, mask_k, mean_ptr, var_ptr, dscale_ptr, dshift_ptr, bias_ptr,
-                num_channels, HAS_BIAS and PER_MODE,
-            )  # fmt: skip
-    dgates = tl.sum(sums, 1)
+            terms += found
+            tl.debug_barrier()  # A and D have been read
+            tl.store(scale_ptr + more, scale, mask=more < num_channels)
+            tl.store(dscale_ptr + more, slope * (2.0 / num_positions), mask=more < num_channels)
+            tl.store(dshift_ptr + more, pull / num_positions, mask=more < num_channels)
+    dgates = tl.sum(terms, 1)
     if OF_GATES:
         dgates += tl.load(dused_ptr + sample * num_modes + modes, mask=mask_k, other=0.0)
     if OF_USAGE:
@@ -162,39 +163,45 @@ def samples_backward_kernel(
         dlogits = gates * (dgates - tl.sum(gates * dgates, 0))
     tl.store(dlogits_ptr + sample * num_modes + modes, dlogits, mask=mask_k)
     if SINGLE:
-        _store_lines(
-            lines, gates, dlogits, channels, modes, mask_k, mean_ptr, gate_weight_ptr,
-            dscale_ptr, dshift_ptr, scale_ptr, num_channels, num_positions, HAS_GATE,
-        )  # fmt: skip
-    else:
+        if HAS_GATE:
+            pull += _by_gate(channels, modes, mask_k, dlogits, gate_weight_ptr, num_channels)
+        tl.store(scale_ptr + channels, scale, mask=channels < num_channels)
+        tl.store(dscale_ptr + channels, slope * (2.0 / num_positions), mask=channels < num_channels)
+        tl.store(dshift_ptr + channels, pull / num_positions, mask=channels < num_channels)
+    elif HAS_GATE:
         for start in range(0, num_channels, BLOCK_C):
             more = start + channels
-            lines = _mode_lines(
-                more, modes, mask_k, mode_mean_ptr, mode_var_ptr, u_ptr, s_ptr, weight_ptr,
-                num_channels, eps, HAS_WEIGHT, PER_MODE,
-            )  # fmt: skip
-            _store_lines(
-                lines, gates, dlogits, more, modes, mask_k, mean_ptr, gate_weight_ptr,
-                dscale_ptr, dshift_ptr, scale_ptr, num_channels, num_positions, HAS_GATE,
-            )  # fmt: skip
+            pull = _by_gate(more, modes, mask_k, dlogits, gate_weight_ptr, num_channels)
+            offset = tl.load(dshift_ptr + more, mask=more < num_channels, other=0.0)
+            tl.store(dshift_ptr + more, offset + pull / num_positions, mask=more < num_channels)
 
 
 @triton.jit
-def _mode_lines(
+def _of_tile(
     channels,
     modes,
     mask_k,
+    gates,
+    mean_ptr,
+    var_ptr,
     mode_mean_ptr,
     mode_var_ptr,
     u_ptr,
     s_ptr,
     weight_ptr,
+    bias_ptr,
+    dscale_ptr,
+    dshift_ptr,
     num_channels,
     eps,
     HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     PER_MODE: tl.constexpr,
 ):
-    """Of some channels (K, C): the modes' mean and variance, weight over deviation, U and S."""
+    """Of some channels: terms of the gates' gradients (K, C), scale, dv, and dm but for the gate's.
+
+    What comes to the mean through the gate is known only when all channels are summed.
+    """
     mask_c = channels < num_channels
     offs = modes[:, None] * num_channels + channels[None, :]
     mask = mask_k[:, None] & mask_c[None, :]
@@ -205,70 +212,26 @@ def _mode_lines(
         inverse *= load_affine(weight_ptr, channels, mask_c, offs, mask, PER_MODE)
     u = tl.load(u_ptr + offs, mask=mask, other=0.0)
     s = tl.load(s_ptr + offs, mask=mask, other=0.0)
-    return mode_mean, mode_var, inverse, u, s
-
-
-@triton.jit
-def _gate_terms(
-    lines,
-    channels,
-    modes,
-    mask_k,
-    mean_ptr,
-    var_ptr,
-    dscale_ptr,
-    dshift_ptr,
-    bias_ptr,
-    num_channels,
-    BIASES: tl.constexpr,
-):
-    """What the gates' gradients are sums of over the channels, (K, C)."""
-    mode_mean, mode_var, inverse, u, s = lines
-    channels = channels[None, :]
-    mask_c = channels < num_channels
-    mean = tl.load(mean_ptr + channels, mask=mask_c, other=0.0)
-    var = tl.load(var_ptr + channels, mask=mask_c, other=0.0)
-    dscale = tl.load(dscale_ptr + channels, mask=mask_c, other=0.0)
-    dshift = tl.load(dshift_ptr + channels, mask=mask_c, other=0.0)
-    apart = mean - mode_mean
+    row, mask_row = channels[None, :], mask_c[None, :]
+    apart = tl.load(mean_ptr + row, mask=mask_row, other=0.0) - mode_mean
+    var = tl.load(var_ptr + row, mask=mask_row, other=0.0)
+    dscale = tl.load(dscale_ptr + row, mask=mask_row, other=0.0)
+    dshift = tl.load(dshift_ptr + row, mask=mask_row, other=0.0)
     terms = inverse * (dscale + dshift * apart) + u * apart + s * (var + apart * apart - mode_var)
-    if BIASES:
-        offs = modes[:, None] * num_channels + channels
-        mask = mask_k[:, None] & mask_c
+    if HAS_BIAS and PER_MODE:
         terms += dshift * tl.load(bias_ptr + offs, mask=mask, other=0.0)
-    return terms
+    scale = tl.sum(gates[:, None] * inverse, 0)
+    slope = tl.sum(gates[:, None] * s, 0)
+    return terms, scale, slope, tl.sum(gates[:, None] * (u + 2.0 * s * apart), 0)
 
 
 @triton.jit
-def _store_lines(
-    lines,
-    gates,
-    dlogits,
-    channels,
-    modes,
-    mask_k,
-    mean_ptr,
-    gate_weight_ptr,
-    dscale_ptr,
-    dshift_ptr,
-    scale_ptr,
-    num_channels,
-    num_positions,
-    HAS_GATE: tl.constexpr,
-):
-    """Slope, offset and scale of dx in some channels; the first two in place of A and D."""
-    mode_mean, _, inverse, u, s = lines
-    mask_c = channels < num_channels
-    apart = tl.load(mean_ptr + channels[None, :], mask=mask_c[None, :], other=0.0) - mode_mean
-    pulls = gates[:, None] * (u + 2.0 * s * apart)
-    if HAS_GATE:
-        offs = modes[:, None] * num_channels + channels[None, :]
-        mask = mask_k[:, None] & mask_c[None, :]
-        pulls += dlogits[:, None] * tl.load(gate_weight_ptr + offs, mask=mask, other=0.0)
-    slope = tl.sum(gates[:, None] * s, 0) * (2.0 / num_positions)
-    tl.store(scale_ptr + channels, tl.sum(gates[:, None] * inverse, 0), mask=mask_c)
-    tl.store(dscale_ptr + channels, slope, mask=mask_c)
-    tl.store(dshift_ptr + channels, tl.sum(pulls, 0) / num_positions, mask=mask_c)
+def _by_gate(channels, modes, mask_k, dlogits, gate_weight_ptr, num_channels):
+    """What comes to the means of some channels through the gate."""
+    offs = modes[:, None] * num_channels + channels[None, :]
+    mask = mask_k[:, None] & (channels < num_channels)[None, :]
+    weight = tl.load(gate_weight_ptr + offs, mask=mask, other=0.0)
+    return tl.sum(dlogits[:, None] * weight, 0)
 
 
 @triton.jit

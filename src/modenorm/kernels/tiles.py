@@ -145,8 +145,6 @@ Never more than 2^20 numbers: see `_pieces` in gpu_inference.py.
 PROCESSORS = 132
 """Of an H200."""
 MOST_MODES = 8
-MOST_PIECES = 64
-"""Of 16 bytes in a line."""
 INFERENCE_WARPS, INFERENCE_BYTES = 8, 64
 """Warps of a program, most bytes that a thread reads at once."""
 
@@ -203,7 +201,8 @@ def lines_for(geometry: Geometry) -> Lines | None:
     size, positions = geometry.dtype.itemsize, geometry.num_positions
     rows = 16 // power_of_two_in(positions * size)
     pieces = triton.next_power_of_2(rows * positions * size // 16)
-    if not geometry.is_ragged or geometry.rows[1] % rows or pieces > MOST_PIECES:
+    most = 64 if rows == 8 else 128
+    if not geometry.is_ragged or geometry.rows[1] % rows or pieces > most:
         return None
     return Lines(rows, 16 // size, pieces, max(1, (512 if rows == 8 else 256) // pieces))
 
