@@ -57,8 +57,7 @@ def _moments_kernel(
     num_rows, num_positions, stride_row, stride_position = _hinted(
         num_rows, num_positions, stride_row, stride_position, DIVIDES_R, DIVIDES_P
     )
-    outer = tl.program_id(1).to(tl.int64)
-    first = tl.program_id(0) * BLOCK_R
+    outer, first = _first_row(num_rows, BLOCK_R)
     rows, slots = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_P)
     mask_rows = first + rows < num_rows
     base = x_ptr + outer * num_rows * num_positions + first.to(tl.int64) * stride_row
@@ -156,8 +155,7 @@ def _reduce_backward_kernel(
     num_rows, num_positions, stride_row, stride_position = _hinted(
         num_rows, num_positions, stride_row, stride_position, DIVIDES_R, DIVIDES_P
     )
-    outer = tl.program_id(1).to(tl.int64)
-    first = tl.program_id(0) * BLOCK_R
+    outer, first = _first_row(num_rows, BLOCK_R)
     rows, slots = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_P)
     mask_rows = first + rows < num_rows
     out = outer * num_rows + first + rows
@@ -247,8 +245,11 @@ def _hinted(
 
 
 @triton.jit
-def _from_end(AXIS: tl.constexpr):
-    return tl.num_programs(AXIS) - 1 - tl.program_id(AXIS)
+def _first_row(num_rows, BLOCK_R: tl.constexpr):
+    """The outer block of a program that sums along the positions, and its first row."""
+    blocks = tl.cdiv(num_rows, BLOCK_R)
+    outer = tl.program_id(0) // blocks
+    return outer.to(tl.int64), (tl.program_id(0) - outer * blocks) * BLOCK_R
 
 
 @triton.jit
@@ -264,8 +265,12 @@ def _tile(
 
     From the tensor's end to its begin: the pass before has left the end in the cache.
     """
-    outer = _from_end(2).to(tl.int64)
-    first_row, first = _from_end(0) * BLOCK_R, _from_end(1) * BLOCK_P
+    blocks_r, blocks_p = tl.cdiv(num_rows, BLOCK_R), tl.cdiv(num_positions, BLOCK_P)
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    rest = program // blocks_r
+    outer = rest // blocks_p
+    first_row, first = (program - rest * blocks_r) * BLOCK_R, (rest - outer * blocks_p) * BLOCK_P
+    outer = outer.to(tl.int64)
     rows, slots = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_P)
     mask_rows = first_row + rows < num_rows
     mask = mask_rows[:, None] & (first + slots < num_positions)[None, :]
@@ -312,7 +317,7 @@ class Passes:
         outer, rows = geometry.rows
         single = tile.positions >= geometry.num_positions
         constants = (*flags, single, *geometry.divisors, tile.rows, tile.positions)
-        grid = (triton.cdiv(rows, tile.rows), outer)
+        grid = (triton.cdiv(rows, tile.rows) * outer,)
         return Launch(kernel, grid, geometry.sizes, constants, tile.num_warps, self.direct)
 
     def _map(self, kernel: Any, tile: Tile, flags: tuple[bool, ...]) -> Launch:
@@ -321,7 +326,7 @@ class Passes:
         outer, rows = geometry.rows
         columns = triton.cdiv(geometry.num_positions, tile.positions)
         constants = (*flags, *geometry.divisors, tile.rows, tile.positions)
-        grid = (triton.cdiv(rows, tile.rows), columns, outer)
+        grid = (triton.cdiv(rows, tile.rows) * columns * outer,)
         return Launch(kernel, grid, geometry.sizes, constants, tile.num_warps, self.direct)
 
 
