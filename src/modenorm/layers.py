@@ -379,6 +379,7 @@ class ModeGroupNorm(Heard):
             gates_matter=self.gate_listener is not None,
         )
         if self.gate_listener is not None:
+            assert used is not None
             self.gate_listener(used)
         return y
 

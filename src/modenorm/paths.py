@@ -126,10 +126,10 @@ def normalize_channels(
     eps: float,
     variance: str,
     gates_matter: bool = True,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """`mode_group_norm` as the layer calls it: returns y and the gates, (N, C, K).
 
-    Gates that don't matter may have no gradient.
+    Gates that don't matter may have no gradient, or be None.
     """
     check_input(x)
     dtype = statistics_dtype(x)
@@ -152,7 +152,7 @@ def normalize_channels(
             if backend == "fused" and runs_triton(x):
                 from modenorm.kernels import fused_channels
 
-                return fused_channels.mode_group_norm(x, given)
+                return fused_channels.mode_group_norm(x, given, gates_matter)
             if backend == "fused" and native_channels.fits(x, given):
                 return native_channels.mode_group_norm(x, given)
             if torch.compiler.is_compiling() and operators.available(x):

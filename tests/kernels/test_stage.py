@@ -13,7 +13,16 @@ pytest.importorskip("triton")
 from test_fused import layer_for, tensor
 
 import modenorm
-from modenorm.kernels import channel_plan, cpp_node, fused, launch, mode_plan, stage, tiles
+from modenorm.kernels import (
+    channel_plan,
+    cpp_node,
+    fused,
+    fused_channels,
+    launch,
+    mode_plan,
+    stage,
+    tiles,
+)
 from modenorm.kernels.layout import interpreting
 from modenorm.kernels.native import library
 
@@ -55,7 +64,8 @@ class StandIn:
         monkeypatch.setattr(stage, "interpreting", lambda: False)
         monkeypatch.setattr(stage, "current_stream", lambda x: 7)
         monkeypatch.setattr(stage, "DRIVER_IS_KNOWN", True)
-        monkeypatch.setattr(fused, "current_stream", lambda x: 7)
+        for module in (fused, fused_channels):
+            monkeypatch.setattr(module, "current_stream", lambda x: 7)
         one_by_one, all_at_once = launch.Launch.__call__, stage.Stage.__call__
         make = cpp_node.make
 
@@ -67,8 +77,8 @@ class StandIn:
             self.arrays, self.in_cpp = [array for array in arrays if array is not None], False
             all_at_once(this, arrays)
 
-        def make_listening(*args):
-            node = make(*args)
+        def make_listening(*args, **kwargs):
+            node = make(*args, **kwargs)
 
             def listening(stream, *arrays):
                 self.arrays, self.in_cpp = arrays, True
@@ -209,7 +219,7 @@ def test_evaluation(stand_in, monkeypatch, largest):
 
 
 @pytest.mark.parametrize("variance", ["pooled", "pixel"])
-def test_mode_group_norm(stand_in, variance):
+def test_mode_group_norm(stand_in, variance, nodes):
     torch.manual_seed(0)
     layer = modenorm.ModeGroupNorm(6, 3, variance=variance)
     x, dy = torch.randn(5, 6, 3, 4), torch.randn(5, 6, 3, 4)
@@ -217,8 +227,14 @@ def test_mode_group_norm(stand_in, variance):
     assert stand_in.log == []
     again = step(layer, x, dy)
     assert len(stand_in.log) == 7
+    assert stand_in.in_cpp == (nodes == "C++")
     for a, b in zip(first, again, strict=True):
         assert torch.equal(a, b)
+    heard = []
+    layer.gate_listener = lambda gates: heard.append(gates)  # a copy of the layer has it too
+    listening = step(layer, x, dy)
+    assert all(map(torch.equal, listening, first))
+    assert torch.allclose(heard[0].sum(-1), torch.ones(5, 6))
 
 
 def test_a_thread_without_context(stand_in, monkeypatch):

@@ -44,7 +44,7 @@ class ChannelForward(NamedTuple):
     gate_bias: Any
     weight: Any
     bias: Any
-    gates: Any  # (N, C, K)
+    gates: Any  # (N, C, K), or None
     kept: Any  # a slab
     scratch: Any  # a slab
     y: Any
@@ -62,6 +62,7 @@ class ChannelBackward(NamedTuple):
     kept: Any  # a slab
     scratch: Any  # a slab
     dx: Any
-    dgate: Any
+    dgate_weight: Any
+    dgate_bias: Any
     dweight: Any
     dbias: Any

@@ -51,7 +51,7 @@ class _Map(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, dused: Tensor | None = None) -> tuple[Tensor | None, ...]:
         x, *parameters, kept = ctx.saved_tensors
         given = (x, *parameters, kept, ctx.eps, ctx.pixel)
-        lines, dgate, dweight, dbias = gradients(dy, dused, *given)
+        lines, *dgate, dweight, dbias = gradients(dy, dused, *given)
         shape = (*x.shape[:2], *parameters[0].shape)
         slab = channel_backward_slab(shape, ctx.pixel)
         _, _, scale, offset, slope, _ = slab.tensors(lines)
@@ -62,7 +62,7 @@ class _Map(torch.autograd.Function):
             dx = dx + (x - mean.view(along)) * slope.view(along)
         _, _, weight, bias = parameters
         found = (None if weight is None else dweight, None if bias is None else dbias)
-        return plain.as_type(dx, x.dtype), dgate[0], dgate[1], *found, *(None,) * 6
+        return plain.as_type(dx, x.dtype), *dgate, *found, *(None,) * 6
 
 
 _LIBRARY = torch.library.Library("modenorm", "FRAGMENT")
@@ -73,7 +73,7 @@ _LIBRARY.define(
 )
 _LIBRARY.define(
     f"channel_gradients(Tensor dy, Tensor? dgates, Tensor x, {_GIVEN}, Tensor kept, "
-    "float eps, bool pixel) -> (Tensor, Tensor, Tensor, Tensor)",
+    "float eps, bool pixel) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 statistics = torch.ops.modenorm.channel_statistics.default
@@ -113,15 +113,14 @@ def _gradients(
     inputs = Given(gate_weight, gate_bias, weight, bias, eps, pixel).contiguous()
     dgates = None if dgates is None else dgates.contiguous()
     plan = channel_plan_for(x, inputs, (kept, dgates))
-    dgate, *found = _empty_gradients(x, gate_weight, weight, bias)
-    dweight, dbias = (None if p is None else d for p, d in zip((weight, bias), found, strict=True))
+    found = _empty_gradients(inputs)
+    places = [None if p is None else d for p, d in zip(inputs[:4], found, strict=True)]
     lines = plan.backward.allocate(x.device)
     arrays = ChannelBackward(
-        dense_like(dy, x), x, *inputs[:3], dgates, kept, lines, None,
-        dgate, dweight, dbias,
+        dense_like(dy, x), x, *inputs[:3], dgates, kept, lines, None, *places
     )  # fmt: skip
     plan.run_mix_backward[dgates is None](arrays)
-    return lines, dgate, *found
+    return lines, *found
 
 
 @torch.library.register_fake("modenorm::channel_statistics", lib=_LIBRARY)
@@ -137,15 +136,14 @@ def _(x: Tensor, gate_weight: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tens
 def _(
     dy: Tensor, dgates: Tensor | None, x: Tensor, gate_weight: Tensor, *given: Any
 ) -> tuple[Tensor, ...]:
-    _, weight, bias, _, _, pixel = given
+    gate_bias, weight, bias, _, eps, pixel = given
     shape = (x.shape[0], x.shape[1], gate_weight.shape[0])
     lines = channel_backward_slab(shape, pixel).allocate(x.device)
-    return lines, *_empty_gradients(x, gate_weight, weight, bias)
+    return lines, *_empty_gradients(Given(gate_weight, gate_bias, weight, bias, eps, pixel))
 
 
-def _empty_gradients(
-    x: Tensor, gate_weight: Tensor, weight: Tensor | None, bias: Tensor | None
-) -> list[Tensor]:
+def _empty_gradients(given: Given) -> list[Tensor]:
     """Memory for gradients of the gate, the weight and the bias, of no size where there is none."""
-    shapes = [(2, *gate_weight.shape), *((0,) if p is None else p.shape for p in (weight, bias))]
-    return [torch.empty(shape, device=x.device, dtype=torch.float32) for shape in shapes]
+    shapes = [(0,) if p is None else p.shape for p in given[:4]]
+    device = given.gate_weight.device
+    return [torch.empty(shape, device=device, dtype=torch.float32) for shape in shapes]

@@ -8,15 +8,18 @@ fused_channels.py makes one autograd node of them, channel_operators.py hands al
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor
 
+from modenorm.kernels import cpp_node, plain
 from modenorm.kernels.channel_arrays import ChannelBackward, ChannelForward, Given
 from modenorm.kernels.gpu import Geometry, Passes
 from modenorm.kernels.gpu_channels import ChannelMixing
 from modenorm.kernels.plan import affine_kind, aligned, geometry_of, pointer
 from modenorm.kernels.slab import channel_backward_slab, channel_forward_slab, channel_kept_slab
-from modenorm.kernels.stage import Split, Stage, Stream
+from modenorm.kernels.stage import Split, Stage, Stream, enter_context
 
 __all__ = ["ChannelPlan", "channel_plan_for"]
 
@@ -42,12 +45,31 @@ class ChannelPlan:
         self.kept = channel_kept_slab(self.gates_shape, pixel)
         self.forward = channel_forward_slab(samples, channels)
         self.backward = channel_backward_slab(self.gates_shape, pixel)
-        self.run_forward = Stage(direct, self._coefficients, self._apply)
+        # without the gates as an output, and with them
+        self.run_forward = [Stage(direct, self._coefficients, self._apply) for _ in (False, True)]
         self.run_mix = Stage(direct, self._coefficients)
         back = (self._samples_backward, self._apply_backward, self._parameters_backward)
         # with a gradient of the gates from elsewhere, and without
         self.run_backward = [Stage(direct, *back) for _ in (False, True)]
+        self._node: Callable[..., Tensor] | None = None
         self.run_mix_backward = [Stage(direct, back[0], back[2]) for _ in (False, True)]
+
+    def node_for(self, given: Given) -> Callable[..., Tensor] | None:
+        """An autograd node of C++ for calls like this; None if there is none yet."""
+        forward, backward = self.run_forward[False].sequence, self.run_backward[True].sequence
+        if self._node is None and forward is not None and backward is not None:
+            plainly = partial(plain.mode_group_norm, eps=given.eps, pixel=given.pixel)
+            self._node = cpp_node.make(
+                cpp_node.MODE_GROUP_NORM,
+                (forward.task, backward.task),
+                (self.kept.size, self.forward.size, self.backward.size),
+                given[:4],
+                (),
+                plainly,
+                enter_context=enter_context,
+                owner=(forward, backward),
+            )
+        return self._node
 
     def _coefficients(self, stream: Stream, split: Split, arrays: ChannelForward) -> None:
         x, gate_weight, gate_bias, weight, bias, gates, kept, scratch, _ = arrays
@@ -58,9 +80,9 @@ class ChannelPlan:
         else:
             self.passes.mean(stream, x, mean, scale)  # which is written over afterwards
         affine = (pointer(weight, mean), pointer(bias, mean))
-        self.mixing.forward(
-            stream, mean, var, gate_weight, gate_bias, *affine, scale, shift, gates, *of_modes
-        )
+        mix = self.mixing.forward if gates is None else self.mixing.forward_with_gates
+        gates = pointer(gates, mean)
+        mix(stream, mean, var, gate_weight, gate_bias, *affine, scale, shift, gates, *of_modes)
 
     def _apply(self, stream: Stream, split: Split, arrays: ChannelForward) -> None:
         mean, *_ = split(self.kept, arrays.kept)
@@ -89,8 +111,9 @@ class ChannelPlan:
         a, d, *_, dgate_parts = split(self.backward, arrays.scratch)
         found = (pointer(gradient, mean) for gradient in (arrays.dweight, arrays.dbias))
         self.mixing.parameters(
-            stream, mean, mode_mean, mode_var, a, d, dgate_parts, *found, arrays.dgate
-        )
+            stream, mean, mode_mean, mode_var, a, d, dgate_parts, *found,
+            arrays.dgate_weight, arrays.dgate_bias,
+        )  # fmt: skip
 
 
 def channel_plan_for(

@@ -1,9 +1,9 @@
-"""Mode normalization as an autograd node of C++ (node.cpp), for calls without anything unusual.
+"""Norms as autograd nodes of C++ (node.cpp), for calls without anything unusual.
 
 An autograd node of Python costs the host more than a small layer's work. The system's C++ compiler
 makes one that doesn't, for this very torch, once and beside whatever else is going on, in ten to
-twenty seconds; kernels/compiled.py keeps it. Until it is there, and where it can't be made, the
-nodes of kernels/fused.py and kernels/native_node.py serve, with the same code and tensors to save.
+twenty seconds; kernels/compiled.py keeps it. Until it is there, and where it can't be made, nodes
+of Python serve (fused.py, fused_channels.py, native_node.py), which run and save the same.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 
 from modenorm.kernels import compiled, plain
+from modenorm.kernels.channel_arrays import ChannelBackward, ChannelForward, Given
 from modenorm.kernels.mode_arrays import Backward, Forward, Inputs
-from modenorm.mixing import RunningEstimates
 
-__all__ = ["Task", "autograd_nodes", "make"]
+__all__ = ["MODE_GROUP_NORM", "MODE_NORM", "Norm", "Task", "autograd_nodes", "make"]
 
 SWITCH = "MODENORM_CPP_NODE"  # 0: nodes of Python serve
 SOURCE = Path(__file__).with_name("node.cpp")
@@ -40,11 +40,10 @@ LIBRARIES = ("torch_python", "torch", "torch_cpu", "c10")
 COMPILERS = ("c++", "g++", "clang++")
 NAME = "modenorm_node"
 MOST_NODES = 4096
-ESTIMATES = ("running_mean", "running_var", "tracked", "share")  # as `Forward` calls them
 
 
 def autograd_nodes() -> str:
-    """What puts mode norms into the graph of autograd, in words; waits until that is decided.
+    """What puts norms into the graph of autograd, in words; waits until that is decided.
 
     Example:
         >>> autograd_nodes().partition(":")[0] in ("C++", "Python")
@@ -172,27 +171,54 @@ class Task(NamedTuple):
     what: int
 
 
+class Norm(NamedTuple):
+    """What a node has to know of a norm: names of arrays."""
+
+    name: str
+    inputs: tuple[str, ...]
+    """Of the norm in plain operators, which gradients flow to."""
+    changed: tuple[str, ...]
+    """In place."""
+    forward: tuple[str, ...]
+    """In the order in which the task takes them."""
+    backward: tuple[str, ...]
+
+
+ESTIMATES = ("running_mean", "running_var", "tracked", "share")
+MODE_NORM = Norm("ModeNorm", ("x", *Inputs._fields), ESTIMATES, Forward._fields, Backward._fields)
+MODE_GROUP_NORM = Norm(
+    "ModeGroupNorm",
+    ("x", *Given._fields[:4]),
+    (),
+    ChannelForward._fields,
+    ChannelBackward._fields,
+)
+
+
 def make(
+    norm: Norm,
     tasks: tuple[Task, Task],
-    owner: object,
     sizes: tuple[int, int, int],
-    inputs: Inputs,
-    estimates: RunningEstimates | None,
-    eps: float,
-    can_omit_dx: bool,
+    inputs: Sequence[Tensor | None],
+    changed: Sequence[Tensor | None],
+    plainly: Callable[..., Sequence[Tensor]],
+    *,
+    owner: object,
+    can_omit_dx: bool = False,
     enter_context: Callable[[], None] | None = None,
 ) -> Callable[..., Tensor] | None:
-    """A function of where to run, x, inputs and estimates to y; None if there is none (yet).
+    """A function of where to run, x, inputs and what is changed to y; None if there is none (yet).
 
     It is never freed, since graphs point to it, so there is a limit to their number.
 
     Args:
-        tasks: Forward and backward, which take arrays in the order of `Forward` and `Backward`.
-        owner: Keeps alive what the tasks point to.
+        norm: What is made a node of.
+        tasks: Forward and backward.
         sizes: Of what is kept, of the forward's scratch memory and of the backward's, in floats.
-        inputs: Of a call, without gates: which of them there are.
-        estimates: Of a call: which of them are moved.
-        eps: For a backward by plain operators.
+        inputs: Of a call, beside x: which of them there are.
+        changed: Of a call: which of them there are.
+        plainly: The norm in plain operators, for what else autograd may ask.
+        owner: Keeps alive what the tasks point to.
         can_omit_dx: Whether the backward does without a place for dx.
         enter_context: What a thread without a context of the driver needs.
     """
@@ -201,17 +227,16 @@ def make(
     if module is None or _made == MOST_NODES:
         return None
     _made += 1
-    beside = {name: array for name, array in inputs._asdict().items() if array is not None}
-    names = ["x", *beside]
-    changed = [] if estimates is None else _present(ESTIMATES, estimates)
-    forward = [*names, *changed, "kept", "scratch", "y"]
+    names = ["x", *_present(norm.inputs[1:], inputs)]
+    moved = _present(norm.changed, changed) if changed else []
+    forward = [*names, *moved, "kept", "scratch", "y"]
     backward = ["dy", *names, "kept", "scratch", *(f"d{name}" for name in names)]
     plan = module.plan(
-        *tasks[0], *tasks[1], len(names), *sizes, can_omit_dx,
-        _places(Forward._fields, forward), _places(Backward._fields, backward),
-        partial(_plainly, names, eps), enter_context, owner,
+        norm.name, *tasks[0], *tasks[1], len(names), *sizes, can_omit_dx,
+        _places(norm.forward, forward), _places(norm.backward, backward),
+        partial(_gradients, norm.inputs, names, plainly), enter_context, owner,
     )  # fmt: skip
-    return partial(module.mode_norm, plan)
+    return partial(module.norm, plan)
 
 
 def _present(names: Sequence[str], arrays: Sequence[Tensor | None]) -> list[str]:
@@ -223,16 +248,20 @@ def _places(order: Sequence[str], given: list[str]) -> bytes:
     return bytes(given.index(name) if name in given else 255 for name in order)
 
 
-def _plainly(
-    names: list[str], eps: float, inputs: list[Tensor], needed: list[bool], dy: Tensor
+def _gradients(
+    every: tuple[str, ...],
+    names: list[str],
+    plainly: Callable[..., Sequence[Tensor]],
+    inputs: list[Tensor],
+    needed: list[bool],
+    dy: Tensor,
 ) -> list[Tensor | None]:
     """The gradients of a node's inputs by plain operators, so that they can be differentiated."""
-    every = ("x", *Inputs._fields)
     given, needs = dict(zip(names, inputs, strict=True)), dict(zip(names, needed, strict=True))
     found = plain.differentiate(
-        partial(plain.mode_norm, eps=eps),
+        lambda *arrays: plainly(*arrays)[:1],
         [given.get(name) for name in every],
         [needs.get(name, False) for name in every],
-        (dy, None, None),
+        (dy,),
     )
     return [gradient for name, gradient in zip(every, found, strict=True) if name in given]

@@ -65,6 +65,7 @@ def _forward_kernel(
     num_channels,
     num_modes,
     eps,
+    WITH_GATES: tl.constexpr,
     PIXEL: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -93,7 +94,8 @@ def _forward_kernel(
         inverse = tl.rsqrt(mode_var + eps)
         scale += inverse
         shift += inverse * apart
-        tl.store(gates_ptr + offs * num_modes + k, tl.exp(logs), mask=mask)
+        if WITH_GATES:
+            tl.store(gates_ptr + offs * num_modes + k, tl.exp(logs), mask=mask)
         tl.store(mode_mean_ptr + sample * num_modes + k, mode_mean)
         tl.store(mode_var_ptr + sample * num_modes + k, mode_var)
         tl.store(log_mass_ptr + sample * num_modes + k, highest + tl.log(mass))
@@ -217,7 +219,8 @@ def _parameters_kernel(
     dgate_parts_ptr,  # (N, 2 K)
     dweight_ptr,  # (C,)
     dbias_ptr,  # (C,)
-    dgate_ptr,  # (2 K,)
+    dgate_weight_ptr,  # (K,)
+    dgate_bias_ptr,  # (K,)
     num_samples,
     num_channels,
     num_modes,
@@ -266,7 +269,9 @@ def _parameters_kernel(
             mask = (samples < num_samples)[:, None] & mask_g[None, :]
             offs = samples[:, None] * 2 * num_modes + gates[None, :]
             sums += tl.load(dgate_parts_ptr + offs, mask=mask, other=0.0)
-        tl.store(dgate_ptr + gates, tl.sum(sums, 0), mask=mask_g)
+        found, later = tl.sum(sums, 0), gates - num_modes
+        tl.store(dgate_weight_ptr + gates, found, mask=later < 0)
+        tl.store(dgate_bias_ptr + later, found, mask=mask_g & (later >= 0))
 
 
 class ChannelMixing:
@@ -297,13 +302,16 @@ class ChannelMixing:
         channels = triton.next_power_of_2(num_channels)
         num_warps = min(8, max(1, channels // 128))
         sizes = (num_channels, num_modes)
-        self.forward = Launch(
-            _forward_kernel,
-            (num_samples,),
-            (*sizes, eps),
-            (pixel, *affine, channels),
-            num_warps,
-            direct,
+        self.forward, self.forward_with_gates = (
+            Launch(
+                _forward_kernel,
+                (num_samples,),
+                (*sizes, eps),
+                (with_gates, pixel, *affine, channels),
+                num_warps,
+                direct,
+            )
+            for with_gates in (False, True)
         )
         self.backward, self.backward_extra = (
             Launch(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from modenorm.checks import Options
-from modenorm.kernels import cpp_node
+from modenorm.kernels import cpp_node, plain
 from modenorm.kernels.gpu import Geometry, Passes
 from modenorm.kernels.gpu_inference import inference_launch, lines_shape
 from modenorm.kernels.gpu_mixing import Mixing
@@ -84,10 +84,15 @@ class ModePlan:
         """An autograd node of C++ for calls like this; None if there is none yet."""
         forward, backward = self.run_forward.sequence, self.run_backward[False, False].sequence
         if self._node is None and forward is not None and backward is not None:
-            sizes = (self.kept.size, self.forward.size, self.backward.size)
-            tasks, owners = (forward.task, backward.task), (forward, backward)
             self._node = cpp_node.make(
-                tasks, owners, sizes, inputs, moved, eps, False, enter_context
+                cpp_node.MODE_NORM,
+                (forward.task, backward.task),
+                (self.kept.size, self.forward.size, self.backward.size),
+                inputs,
+                moved or (),
+                partial(plain.mode_norm, eps=eps),
+                enter_context=enter_context,
+                owner=(forward, backward),
             )
         return self._node
 

@@ -98,7 +98,17 @@ class _Plan:
             layer = _Layer(self.numbers[0], *self.moves, *self.numbers[1:])
             tasks = _task("forward", layer), _task("backward", layer)
             sizes = (self.kept, self.scratch, self.backward_scratch)
-            node = cpp_node.make(tasks, layer, sizes, inputs, estimates, self.eps, can_omit_dx=True)
+            plainly = partial(plain.mode_norm, eps=self.eps)
+            node = cpp_node.make(
+                cpp_node.MODE_NORM,
+                tasks,
+                sizes,
+                inputs,
+                estimates or (),
+                plainly,
+                can_omit_dx=True,
+                owner=layer,
+            )
             if node is not None:
                 self.nodes[moves] = node
         return node

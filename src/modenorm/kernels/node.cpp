@@ -49,6 +49,7 @@ struct WithoutGil {
 // inputs' gradients. Plans live for ever: graphs point to them, and so may what compiled autograd
 // makes of graphs; kernels/cpp_node.py makes only so many.
 struct Plan {
+    std::string name;
     Task forward, backward;
     int64_t num_inputs, kept_size, scratch_size, backward_scratch_size;
     bool can_omit_dx;
@@ -133,7 +134,7 @@ variable_list differentiate_plainly(const Plan &plan, const variable_list &input
 
 }  // namespace
 
-struct ModeNorm : torch::autograd::Function<ModeNorm> {
+struct Norm : torch::autograd::Function<Norm> {
     static Tensor forward(AutogradContext *context, at::TensorList inputs, const Call &call)
     {
         at::AutoDispatchBelowADInplaceOrView below;
@@ -187,7 +188,7 @@ struct ModeNorm : torch::autograd::Function<ModeNorm> {
 
 namespace {
 
-// plan(forward and backward, each a function and its argument, num_inputs, sizes of three arrays,
+// plan(name, forward and backward, each a function and its argument, num_inputs, sizes of three arrays,
 // can_omit_dx, places forward and backward, plainly, enter_context, owner)
 PyObject *make_plan(PyObject *, PyObject *arguments)
 {
@@ -196,10 +197,10 @@ PyObject *make_plan(PyObject *, PyObject *arguments)
     unsigned long long run[2], what[2];
     long long num_inputs, kept, scratch, backward_scratch;
     int can_omit_dx;
-    const char *places[2];
+    const char *name, *places[2];
     Py_ssize_t counts[2];
     PyObject *plainly, *enter_context, *owner;
-    if (!PyArg_ParseTuple(arguments, "KKKKLLLLpy#y#OOO", &run[0], &what[0], &run[1], &what[1],
+    if (!PyArg_ParseTuple(arguments, "sKKKKLLLLpy#y#OOO", &name, &run[0], &what[0], &run[1], &what[1],
                           &num_inputs, &kept, &scratch, &backward_scratch, &can_omit_dx,
                           &places[0], &counts[0], &places[1], &counts[1], &plainly,
                           &enter_context, &owner))
@@ -209,6 +210,7 @@ PyObject *make_plan(PyObject *, PyObject *arguments)
         task.run = reinterpret_cast<decltype(task.run)>(run[i]);
         task.what = reinterpret_cast<const void *>(what[i]);
     }
+    plan->name = name;
     plan->num_inputs = num_inputs;
     plan->kept_size = kept;
     plan->scratch_size = scratch;
@@ -223,8 +225,8 @@ PyObject *make_plan(PyObject *, PyObject *arguments)
     END_HANDLE_TH_ERRORS
 }
 
-// mode_norm(plan, where, *tensors) to y
-PyObject *mode_norm(PyObject *, PyObject *const *arguments, Py_ssize_t count)
+// norm(plan, where, *tensors) to y
+PyObject *norm(PyObject *, PyObject *const *arguments, Py_ssize_t count)
 {
     HANDLE_TH_ERRORS
     auto *plan = static_cast<const Plan *>(PyLong_AsVoidPtr(arguments[0]));
@@ -238,8 +240,8 @@ PyObject *mode_norm(PyObject *, PyObject *const *arguments, Py_ssize_t count)
     Tensor y;
     {
         WithoutGil free;
-        RECORD_FUNCTION("ModeNorm", c10::ArrayRef<const c10::IValue>{});
-        y = ModeNorm::apply(at::TensorList(inputs), call);
+        RECORD_FUNCTION(plan->name, c10::ArrayRef<const c10::IValue>{});
+        y = Norm::apply(at::TensorList(inputs), call);
     }
     return THPVariable_Wrap(std::move(y));
     END_HANDLE_TH_ERRORS
@@ -247,7 +249,7 @@ PyObject *mode_norm(PyObject *, PyObject *const *arguments, Py_ssize_t count)
 
 PyMethodDef METHODS[] = {
     {"plan", make_plan, METH_VARARGS, nullptr},
-    {"mode_norm", reinterpret_cast<PyCFunction>(mode_norm), METH_FASTCALL, nullptr},
+    {"norm", reinterpret_cast<PyCFunction>(norm), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 
