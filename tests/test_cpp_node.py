@@ -255,6 +255,26 @@ def test_profilers_see_it(layer, x):
     assert any("ModeNorm" in name for name in names if "Backward" in name or "evaluate" in name)
 
 
+def test_a_node_that_is_called_by_hand(layer, x):
+    """C would read whatever lies behind a gradient of another type or size."""
+    y, upstream = layer(x), torch.randn(SHAPE)
+    with torch.no_grad():
+        expected = y.grad_fn(upstream)[0]
+        torch.testing.assert_close(y.grad_fn(upstream.double())[0], expected, rtol=1e-4, atol=1e-5)
+        for wrong in (upstream[:1], upstream[:0], upstream.to("meta")):
+            with pytest.raises(RuntimeError):
+                y.grad_fn(wrong)
+
+
+def test_a_copy_that_is_made_when_written_to(layer, x):
+    before = layer.running_mean
+    layer.running_mean = torch._lazy_clone(before)
+    expected = before.clone()
+    assert is_cpp(layer(x))
+    assert torch.equal(before, expected)
+    assert not torch.equal(layer.running_mean, expected)
+
+
 def builder(monkeypatch, tmp_path, **environment):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for name, value in environment.items():
