@@ -247,12 +247,33 @@ def test_anomalies_are_traced_to_the_layer(layer, x):
             y.backward(torch.full(SHAPE, float("nan")))
 
 
+@pytest.mark.filterwarnings("ignore:Profiler clears events")
 def test_profilers_see_it(layer, x):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         layer(x).sum().backward()
     names = {event.name for event in profiler.events()}
     assert "ModeNorm" in names
     assert any("modenorm::Norm" in name for name in names)
+
+
+def test_a_node_that_is_called_by_hand(layer, x):
+    """C would read whatever lies behind a gradient of another type or size."""
+    y, upstream = layer(x), torch.randn(SHAPE)
+    with torch.no_grad():
+        expected = y.grad_fn(upstream)[0]
+        torch.testing.assert_close(y.grad_fn(upstream.double())[0], expected, rtol=1e-4, atol=1e-5)
+        for wrong in (upstream[:1], upstream[:0], upstream.to("meta")):
+            with pytest.raises(RuntimeError):
+                y.grad_fn(wrong)
+
+
+def test_a_copy_that_is_made_when_written_to(layer, x):
+    before = layer.running_mean
+    layer.running_mean = torch._lazy_clone(before)
+    expected = before.clone()
+    assert is_cpp(layer(x))
+    assert torch.equal(before, expected)
+    assert not torch.equal(layer.running_mean, expected)
 
 
 def builder(monkeypatch, tmp_path, **environment):
@@ -274,24 +295,98 @@ def test_without_a_compiler(monkeypatch, tmp_path):
     assert "no C++ compiler" in found.about
 
 
-@pytest.mark.parametrize("fault", ["fails", "makes nonsense"])
+def script(tmp_path, work):
+    """A compiler that does some work; "$target" is the file that it should make."""
+    path = tmp_path / "cxx"
+    path.write_text(f'#!/bin/bash\ntarget="${{@: -5:1}}"\n{work}\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+FAULTS = {
+    "fails": "echo 'error: no such header' >&2; exit 1",
+    "makes nonsense": 'echo no > "$target"',
+    "speaks another language": r"printf 'error: \xff' >&2; exit 1",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_compiler_that_is_of_no_use(fault, monkeypatch, tmp_path):
-    script = tmp_path / "cxx"
-    last = "${@: -5:1}"  # what follows -o
-    work = "echo 'error: no such header' >&2; exit 1" if fault == "fails" else f'echo no > "{last}"'
-    script.write_text(f"#!/bin/bash\n{work}\n")
-    script.chmod(0o755)
-    found = builder(monkeypatch, tmp_path, CXX=str(script))
+    found = builder(monkeypatch, tmp_path, CXX=script(tmp_path, FAULTS[fault]))
     found.wait()
     assert found.module is None
-    assert "no such header" in found.about or "ImportError" in found.about
+    assert "error: " in found.about or "ImportError" in found.about
+
+
+def copying(tmp_path):
+    """A compiler that is done at once."""
+    return script(tmp_path, f'cp {cpp_node._builder().module.__file__} "$target"; echo copied')
+
+
+def test_where_files_cannot_be_locked(monkeypatch, tmp_path):
+    import fcntl
+
+    def refuse(*args):
+        raise OSError("Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    found = builder(monkeypatch, tmp_path, CXX=copying(tmp_path))
+    found.wait()
+    assert found.module is not None
+
+
+def test_where_kept_files_cannot_be_executed(monkeypatch, tmp_path):
+    opened, open_file = [], cpp_node._open
+
+    def refusing(path):
+        opened.append(path)
+        if path.is_relative_to(tmp_path):
+            raise ImportError("failed to map segment from shared object")
+        return open_file(path)
+
+    monkeypatch.setattr(cpp_node, "_open", refusing)
+    found = builder(monkeypatch, tmp_path, CXX=copying(tmp_path))
+    found.wait()
+    assert found.module is not None
+    assert len(opened) == 2
+
+
+def test_what_a_compiler_says_is_not_for_the_user(monkeypatch, tmp_path, capfd):
+    builder(monkeypatch, tmp_path, CXX=copying(tmp_path)).wait()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_without_another_thread(monkeypatch, tmp_path):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    found = builder(monkeypatch, tmp_path)
+    found.wait()
+    assert found.module is None
+    assert "can't start new thread" in found.about
+
+
+def test_a_compiler_that_does_not_want_to_end(monkeypatch, tmp_path):
+    work = f"trap '' TERM; touch {tmp_path}/begun; while true; do sleep 1; done"
+    found = builder(monkeypatch, tmp_path, CXX=script(tmp_path, work))
+    while not (tmp_path / "begun").exists():
+        time.sleep(0.01)
+    found._stop()
+    assert not found._thread.is_alive()
+
+
+def test_a_program_that_ends_before_the_compiler_begins(monkeypatch, tmp_path):
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: None)
+    found = builder(monkeypatch, tmp_path)
+    found._stop()
+    with pytest.raises(subprocess.SubprocessError):
+        found._compile(("c++",), tmp_path / "library.so")
+    assert found._process is None
 
 
 def test_layers_do_not_wait_for_the_compiler(layer, x, monkeypatch, tmp_path):
-    script = tmp_path / "cxx"
-    script.write_text("#!/bin/sh\nsleep 600\n")
-    script.chmod(0o755)
-    found = builder(monkeypatch, tmp_path, CXX=str(script))
+    found = builder(monkeypatch, tmp_path, CXX=script(tmp_path, "sleep 600"))
     monkeypatch.setattr(cpp_node, "_builder", lambda: found)
     native_node._plans.clear()
     y = layer(x)
@@ -329,11 +424,10 @@ def test_a_program_that_ends_leaves_nothing_behind(tmp_path):
 
 
 def test_two_processes_share_one_compilation(tmp_path):
-    counter, script = tmp_path / "count", tmp_path / "cxx"
+    counter = tmp_path / "count"
     real = compiled.compiler_for("CXX", cpp_node.COMPILERS)[0]
-    script.write_text(f'#!/bin/sh\necho one >> {counter}\nexec {real} -O0 "$@"\n')
-    script.chmod(0o755)
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "CXX": str(script)}
+    compiler = script(tmp_path, f'echo one >> {counter}\nexec {real} -O0 "$@"')
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "CXX": compiler}
     environment["PYTHONPATH"] = str(Path(modenorm.__file__).parents[1])
     command = "from modenorm.kernels import cpp_node; print(cpp_node.autograd_nodes())"
     racers = [

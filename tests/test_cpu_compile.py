@@ -132,6 +132,35 @@ def test_a_cache_that_cannot_be_written(cache, tmp_path):
     assert_works()
 
 
+def test_the_home_of_somebody_else(cache, monkeypatch):
+    def refuse(path, *args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "glob", refuse)
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    assert not path_of_library().exists()
+    assert_works()
+
+
+def test_a_user_without_a_home(cache, tmp_path, monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    monkeypatch.chdir(tmp_path)
+    assert not path_of_library().exists()
+    assert list(tmp_path.iterdir()) == []  # no folder named ~
+    assert_works()
+
+
+def test_a_disk_that_is_full(cache, monkeypatch):
+    def refuse(path, contents):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+    assert not path_of_library().exists()
+    assert list(cache.iterdir()) == []
+    assert_works()
+
+
 def test_without_a_compiler_torch_operators_run(cache, monkeypatch):
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(cache))
@@ -154,7 +183,15 @@ def test_switched_off(cache, monkeypatch):
     assert not cache.exists()
 
 
-@pytest.mark.parametrize("script", ["echo error: no such header >&2; exit 1", "exit 0", "kill $$"])
+FAULTS = (
+    "echo error: no such header >&2; exit 1",
+    r"printf 'error: \377' >&2; exit 1",  # in no known language
+    "exit 0",
+    "kill $$",
+)
+
+
+@pytest.mark.parametrize("script", FAULTS)
 def test_a_compiler_that_fails_is_reported_once(script, cache, tmp_path, monkeypatch):
     broken = tmp_path / "broken"
     broken.write_text(f"#!/bin/sh\n{script}\n")

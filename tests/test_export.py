@@ -249,3 +249,15 @@ def test_a_traced_model():
         traced = torch.jit.trace(model, torch.randn(2, 3, 6, 6))
     x = torch.randn(5, 3, 6, 6)
     assert_close(traced(x), model(x), 1e-5)
+
+
+@pytest.mark.parametrize("kind", [modenorm.ModeNorm2d, modenorm.ModeGroupNorm])
+def test_operators_that_are_recorded(kind):
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    layer, x = kind(4).requires_grad_(False), torch.randn(6, 4, 5, 5)
+    recorded = make_fx(layer, tracing_mode="real")(x)
+    assert_close(recorded(2 * x + 1), layer(2 * x + 1), 1e-5)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert layer(x).shape == x.shape

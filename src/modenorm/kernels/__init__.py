@@ -86,9 +86,21 @@ def _can_fuse(x: Tensor) -> bool:
         return False
     if type(x) not in (Tensor, torch.nn.Parameter) or transforming():
         return False
-    if forward_ad._current_level >= 0 or is_wrapped(x):
+    if forward_ad._current_level >= 0 or is_wrapped(x) or _only_recorded():
         return False
     return x.is_cpu or runs_triton(x)
+
+
+def _only_recorded() -> bool:
+    """Whether torch notes operators (`make_fx`), or does without memory (fake tensors).
+
+    Then nothing may happen behind its back.
+    """
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return False
+    kinds = torch._C._TorchDispatchModeKey
+    recorders = (kinds.FAKE, kinds.PROXY, kinds.FUNCTIONAL)
+    return any(torch._C._get_dispatch_mode(kind) is not None for kind in recorders)
 
 
 def runs_triton(x: Tensor) -> bool:

@@ -43,9 +43,9 @@ def key_of(sources: Iterable[Path], compiler: tuple[str, ...], *parts: object) -
 
 
 def folder() -> Path:
-    """Where compiled code is kept."""
+    """Where compiled code is kept; a place where nothing can be for a user without a home."""
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(caches) / "modenorm"
+    return Path(caches if os.path.isabs(caches) else os.devnull) / "modenorm"
 
 
 def load(
@@ -60,7 +60,7 @@ def load(
         kept = _keep(built, key)
         try:
             return open_file(kept or built), kept or built
-        except OSError:
+        except (OSError, ImportError):
             return open_file(built), built
 
 
@@ -77,7 +77,11 @@ def load_kept(key: str, open_file: Callable[[Path], Loaded]) -> tuple[Loaded, Pa
 def _kept(key: str) -> list[Path]:
     """Files with this key that are whole and the user's own."""
     found = []
-    for path in sorted(folder().glob(f"{key}-*.so")):
+    try:
+        paths = sorted(folder().glob(f"{key}-*.so"))
+    except OSError:  # the home of someone else
+        return []
+    for path in paths:
         try:
             own = path.stat().st_uid == os.getuid()
             if own and path.stem == f"{key}-{_digest(path)}":
@@ -96,9 +100,11 @@ def _keep(built: Path, key: str) -> Path | None:
     try:
         folder().mkdir(mode=0o700, parents=True, exist_ok=True)
         kept = folder() / f"{key}-{_digest(built)}.so"
-        with tempfile.NamedTemporaryFile(dir=folder(), delete=False) as copy:
-            copy.write(built.read_bytes())
-        os.replace(copy.name, kept)
+        with tempfile.TemporaryDirectory(dir=folder()) as private:
+            copy = Path(private) / kept.name
+            copy.touch(mode=0o600)
+            copy.write_bytes(built.read_bytes())
+            copy.replace(kept)
     except OSError:
         return None
     return kept

@@ -40,6 +40,7 @@ LIBRARIES = ("torch_python", "torch", "torch_cpu", "c10")
 COMPILERS = ("c++", "g++", "clang++")
 NAME = "modenorm_node"
 MOST_NODES = 4096
+PATIENCE = 5  # seconds for a compiler that was stopped
 
 
 def autograd_nodes() -> str:
@@ -62,6 +63,7 @@ class _Builder:
         self.about = f"{SWITCH}=0"
         self._thread: threading.Thread | None = None
         self._process: subprocess.Popen[str] | None = None
+        self._starting, self._ends, self._owner = threading.Lock(), False, os.getpid()
         if os.environ.get(SWITCH) == "0":
             return
         compiler = compiled.compiler_for("CXX", COMPILERS)
@@ -72,14 +74,20 @@ class _Builder:
         if (found := compiled.load_kept(key, _open)) is not None:
             self.module, self.about = found[0], str(found[1])
             return
-        self._thread = threading.Thread(target=self._build, args=(compiler, key), daemon=True)
-        self._thread.start()
+        self.about = "the compiler is at work"
+        thread = threading.Thread(target=self._build, args=(compiler, key), daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # there are too many, or the program ends
+            self.about = compiled.reason(error)
+            return
+        self._thread = thread
         atexit.register(self._stop)
 
-    def wait(self) -> None:
+    def wait(self, seconds: float | None = None) -> None:
         """Until the compiler has ended."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(seconds)
 
     def _build(self, compiler: tuple[str, ...], key: str) -> None:
         try:
@@ -93,22 +101,33 @@ class _Builder:
     def _compile(self, compiler: tuple[str, ...], target: Path) -> None:
         command = [*compiler, *FLAGS, *_paths(), str(SOURCE), "-o", str(target)]
         command += [f"-l{library}" for library in LIBRARIES]
-        self._process = subprocess.Popen(
-            command,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # to be stopped with what it starts
-            env={**os.environ, "TMPDIR": str(target.parent)},
-        )
-        _, errors = self._process.communicate()
-        if self._process.returncode:
-            raise subprocess.CalledProcessError(self._process.returncode, command, None, errors)
+        with self._starting:
+            if self._ends:
+                raise subprocess.SubprocessError("the program ends")
+            process = self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,  # whoever reads the program's need not wait for it
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                start_new_session=True,  # to be stopped with what it starts
+                env={**os.environ, "TMPDIR": str(target.parent)},
+            )
+        _, errors = process.communicate()
+        if process.returncode:
+            raise subprocess.CalledProcessError(process.returncode, command, None, errors)
 
     def _stop(self) -> None:
         """A program that ends doesn't wait for the compiler, and leaves nothing behind."""
+        if os.getpid() != self._owner:  # forked: the compiler is another's
+            return
+        with self._starting:
+            self._ends = True
         if self._process is not None and self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGTERM)
-            self.wait()
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self.wait(PATIENCE)
 
 
 @functools.cache
@@ -147,18 +166,14 @@ def _one_at_a_time() -> Iterator[None]:
     """Of several processes that start together, one compiles and the others wait for its file."""
     import fcntl
 
-    try:
-        compiled.folder().mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = (compiled.folder() / "node.lock").open("w")
-    except OSError:  # then each compiles for itself
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # where nothing can be locked, each compiles for itself
+            compiled.folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = stack.enter_context((compiled.folder() / "node.lock").open("w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            # to close it is not enough: a forked process may still have it open
+            stack.callback(fcntl.flock, lock, fcntl.LOCK_UN)
         yield
-        return
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            fcntl.flock(lock, fcntl.LOCK_UN)  # a forked process may still have it open
 
 
 _made = 0

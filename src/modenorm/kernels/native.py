@@ -188,7 +188,14 @@ def _compile(compiler: tuple[str, ...], target: Path) -> None:
     for native_flags in TARGETS:
         command = [*compiler, *FLAGS, *native_flags, str(SOURCES[0]), "-o", str(target), "-lm"]
         try:
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=PATIENCE)
+            subprocess.run(
+                command,
+                check=True,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=PATIENCE,
+            )
             return
         except subprocess.CalledProcessError:
             if native_flags == TARGETS[-1]:

@@ -66,7 +66,7 @@ struct Plan {
         for (size_t i = 0; i < places.size(); i++) {
             int place = static_cast<signed char>(places[i]);
             bool absent = place < 0 || !given[place].defined();
-            const void *at = absent ? nullptr : given[place].const_data_ptr();
+            void *at = absent ? nullptr : given[place].mutable_data_ptr();
             addresses[i] = reinterpret_cast<uint64_t>(at);
         }
         int error = task.run(task.what, where, addresses);
@@ -101,11 +101,13 @@ Tensor floats(int64_t size, const Tensor &x)
     return at::empty({size}, x.options().dtype(at::kFloat));
 }
 
+// Autograd sees to sizes and types, unless a node is called by hand or hooks unpack another x.
 bool is_plain_beside(const Tensor &dy, const Tensor &x)
 {
     auto ignored = c10::autograd_dispatch_keyset_with_ADInplaceOrView |
                    c10::DispatchKeySet(c10::DispatchKey::Negative);  // which as_laid_out resolves
-    return dy.key_set() - ignored == x.key_set() - ignored;
+    bool alike = dy.sizes() == x.sizes() && dy.dtype() == x.dtype() && dy.device() == x.device();
+    return alike && dy.key_set() - ignored == x.key_set() - ignored;
 }
 
 Tensor as_laid_out(const Tensor &tensor, const Tensor &like, at::IntArrayRef strides)
