@@ -7,9 +7,10 @@ import torch
 from test_fused import layer_for
 
 import modenorm
+from modenorm.kernels import gpu
 from modenorm.kernels.layout import interpreting
 
-pytestmark = pytest.mark.skipif(interpreting(), reason="too large for the interpreter")
+large = pytest.mark.skipif(interpreting(), reason="too large for the interpreter")
 MANY = 65536 + 3
 SHAPES = [(MANY, 3), (MANY, 2, 3), (MANY, 5, 1, 2), (2, MANY, 2, 2), (2, 1, MANY, 4096)]
 
@@ -25,6 +26,7 @@ def assert_near(found, expected):
         assert (a - b).abs().max() <= 1e-3 * max(b.abs().max(), 1)
 
 
+@large
 @pytest.mark.parametrize("last", [False, True], ids=["first", "last"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_mode_norm(shape, last, device):
@@ -44,6 +46,7 @@ def test_mode_norm(shape, last, device):
             assert (evaluated - layer(x)).abs().max() <= 1e-3
 
 
+@large
 @pytest.mark.parametrize("shape", [(MANY, 8, 3), (MANY, 8, 1, 2)], ids=str)
 def test_mode_group_norm(shape, device):
     torch.manual_seed(0)
@@ -53,3 +56,25 @@ def test_mode_group_norm(shape, device):
     with modenorm.use_backend("eager"):
         expected = outcome(copy.deepcopy(layer).double(), x.double(), dy.double())
     assert_near(found, expected)
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["first", "last"])
+@pytest.mark.parametrize("shape", [(5, 3, 40, 30), (3, 70, 6, 6)], ids=str)
+def test_one_axis(shape, last, device, monkeypatch):
+    """The same numbers, bit for bit, however programs are numbered."""
+    x, dy = (torch.randn(shape, device=device) for _ in range(2))
+    if last:
+        x, dy = (t.to(memory_format=torch.channels_last) for t in (x, dy))
+    rows = [torch.randn(shape[:2], device=device) for _ in range(4)]
+
+    def passes():
+        gpu._passes.cache_clear()
+        moments, sums = gpu.moments(x), gpu.reduce_backward(dy, x, rows[0])
+        maps = gpu.apply(x, *rows[:3]), gpu.apply_backward(dy, x, *rows)
+        return *moments, *sums, *maps
+
+    expected = passes()
+    monkeypatch.setattr(gpu, "LONGEST_AXIS", 1)
+    assert gpu._axes(3, 2, 5) == ((30,), True)
+    assert all(map(torch.equal, passes(), expected))
+    gpu._passes.cache_clear()

@@ -82,8 +82,10 @@ def _pieces(
     BLOCK: tl.constexpr,
 ):
     """Where a program begins, its offsets, which there are, pieces' rows, what is of that row."""
-    size = size // DIVIDES * DIVIDES  # see _hinted in gpu.py
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * BLOCK  # as _tile in gpu.py
+    size = size // DIVIDES * DIVIDES  # see _hinted in gpu_passes.py
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)).to(
+        tl.int64
+    ) * BLOCK  # as _tile in gpu_passes.py
     row = first // P
     begins = tl.arange(0, BLOCK // WIDTH) * WIDTH
     slots = tl.arange(0, WIDTH)

@@ -53,7 +53,7 @@ def _inference_kernel(
     begin(OVERLAPS)
     sample = tl.program_id(0).to(tl.int64)
     if CHANNELS_LAST:
-        num_channels = num_channels // DIVIDES * DIVIDES  # see _hinted in gpu.py
+        num_channels = num_channels // DIVIDES * DIVIDES  # see _hinted in gpu_passes.py
         size = num_channels * num_positions
     else:
         size = num_channels * num_positions // DIVIDES * DIVIDES
