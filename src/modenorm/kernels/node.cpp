@@ -31,7 +31,7 @@ struct Task {
     const void *what;
 };
 
-enum { ALIGNMENT = 16, NO_CONTEXT = 201 };  // the second: an error of CUDA's driver
+enum { ALIGNMENT = 16, MOST_ARRAYS = 32, NO_CONTEXT = 201 };  // the last: of CUDA's driver
 
 struct Gil {
     PyGILState_STATE state = PyGILState_Ensure();
@@ -61,8 +61,8 @@ struct Plan {
     void call(const Task &task, void *where, const std::string &places,
               const variable_list &given) const
     {
-        uint64_t addresses[32];
-        TORCH_CHECK(places.size() <= 32);
+        uint64_t addresses[MOST_ARRAYS];
+        TORCH_CHECK(places.size() <= MOST_ARRAYS);
         for (size_t i = 0; i < places.size(); i++) {
             int place = static_cast<signed char>(places[i]);
             bool absent = place < 0 || !given[place].defined();
@@ -190,8 +190,8 @@ struct Norm : torch::autograd::Function<Norm> {
 
 namespace {
 
-// plan(name, forward and backward, each a function and its argument, num_inputs, sizes of three arrays,
-// can_omit_dx, places forward and backward, plainly, enter_context, owner)
+// plan(name, forward and backward, each a function and its argument, num_inputs, sizes of three
+// arrays, can_omit_dx, places forward and backward, plainly, enter_context, owner)
 PyObject *make_plan(PyObject *, PyObject *arguments)
 {
     HANDLE_TH_ERRORS
@@ -202,8 +202,8 @@ PyObject *make_plan(PyObject *, PyObject *arguments)
     const char *name, *places[2];
     Py_ssize_t counts[2];
     PyObject *plainly, *enter_context, *owner;
-    if (!PyArg_ParseTuple(arguments, "sKKKKLLLLpy#y#OOO", &name, &run[0], &what[0], &run[1], &what[1],
-                          &num_inputs, &kept, &scratch, &backward_scratch, &can_omit_dx,
+    if (!PyArg_ParseTuple(arguments, "sKKKKLLLLpy#y#OOO", &name, &run[0], &what[0], &run[1],
+                          &what[1], &num_inputs, &kept, &scratch, &backward_scratch, &can_omit_dx,
                           &places[0], &counts[0], &places[1], &counts[1], &plainly,
                           &enter_context, &owner))
         return nullptr;
