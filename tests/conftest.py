@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import modenorm
-from modenorm.kernels import cpp_node, native_node
+from modenorm.kernels import cpp_node, native_channels, native_node
 from world import SIZE, World
 
 torch.set_num_threads(1)
@@ -30,6 +30,7 @@ def nodes(request, monkeypatch):
     if request.param == "Python":
         monkeypatch.setattr(cpp_node, "make", lambda *args, **kwargs: None)
         native_node._plans.clear()
+        native_channels._nodes.clear()
     elif not cpp_node.autograd_nodes().startswith("C++"):
         pytest.skip(cpp_node.autograd_nodes())
     return request.param

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import modenorm
 from compare import make_layer
-from modenorm.kernels import cpp_node, native_node
+from modenorm.kernels import cpp_node, native_channels, native_node
 
 pytestmark = pytest.mark.skipif(
     not cpp_node.autograd_nodes().startswith("C++"), reason=cpp_node.autograd_nodes()
@@ -34,6 +34,7 @@ def x():
 def by_python(monkeypatch):
     monkeypatch.setattr(cpp_node, "make", lambda *args, **kwargs: None)
     native_node._plans.clear()
+    native_channels._nodes.clear()
 
 
 def everything(layer, x, upstream):
@@ -66,6 +67,39 @@ def test_same_bits_as_a_node_of_python(option, order, monkeypatch):
     assert not python
     assert [t.stride() for t in found] == [t.stride() for t in expected]
     assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("affine", [True, False], ids=["affine", "none"])
+@pytest.mark.parametrize("variance", ["pooled", "pixel"])
+def test_same_bits_of_a_mode_group_norm(variance, affine, order, monkeypatch):
+    layer = modenorm.ModeGroupNorm(3, 4, variance=variance, affine=affine)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(SHAPE).to(memory_format=order)
+    upstream = torch.randn_like(x)
+    cpp, found = everything(layer, x, upstream)
+    by_python(monkeypatch)
+    python, expected = everything(layer, x, upstream)
+    assert (cpp, python) == (True, False)
+    assert [t.stride() for t in found] == [t.stride() for t in expected]
+    assert all(map(torch.equal, found, expected))
+
+
+def test_a_mode_group_norm_that_is_heard_or_differentiated_twice(x):
+    layer, heard = modenorm.ModeGroupNorm(3, 2), []
+    y = layer(x)
+    layer.gate_listener = heard.append
+    assert torch.equal(layer(x), y)
+    assert heard[0].shape == (*SHAPE[:2], 2)
+    upstream = torch.randn(SHAPE)
+    (first,) = torch.autograd.grad(y, x, upstream, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), x)
+    with modenorm.use_backend("eager"):
+        (expected,) = torch.autograd.grad(layer(x), x, upstream, create_graph=True)
+        (twice,) = torch.autograd.grad(expected.square().sum(), x)
+    torch.testing.assert_close(first, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(second, twice, rtol=1e-3, atol=1e-4)
 
 
 def expanded(upstream):

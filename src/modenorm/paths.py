@@ -154,7 +154,7 @@ def normalize_channels(
 
                 return fused_channels.mode_group_norm(x, given, gates_matter)
             if backend == "fused" and native_channels.fits(x, given):
-                return native_channels.mode_group_norm(x, given)
+                return native_channels.mode_group_norm(x, given, gates_matter)
             if torch.compiler.is_compiling() and operators.available(x):
                 return channel_operators.mode_group_norm(x, given, gates_matter)
         mean, var, _, affine = _moments(x, backend, None, with_var=variance == "pixel")

@@ -196,13 +196,13 @@ EXPORT void modenorm_channels_forward(const float *x, const float *gate_weight,
     modenorm_apply(x, mean, scale, scratch, y, samples, channels, positions, last, threads);
 }
 
-/* kept: as forward left it. dused: the gradient of the gates as an output, or NULL. dgate: of the
-   gate's weight and bias (2, K). dx, dweight, dbias may be NULL. scratch: 4 (N, C), (N, 2, K). */
+/* kept: as forward left it. dused: the gradient of the gates as an output, or NULL. dx, dweight,
+   dbias may be NULL. scratch: 4 (N, C), (N, 2, K). */
 EXPORT void modenorm_channels_backward(const float *dy, const float *x, const float *kept,
                                        const float *gate_weight, const float *gate_bias,
                                        const float *weight, const float *dused, float *dx,
-                                       float *dgate, float *dweight, float *dbias, float *scratch,
-                                       SIZES)
+                                       float *dgate_weight, float *dgate_bias, float *dweight,
+                                       float *dbias, float *scratch, SIZES)
 {
     i64 rows = samples * channels, of_modes = samples * modes;
     const float *mean = kept, *scale = kept + rows, *mode_mean = scale + rows;
@@ -221,7 +221,7 @@ EXPORT void modenorm_channels_backward(const float *dy, const float *x, const fl
         double total = 0;
         for (i64 n = 0; n < samples; n++)
             total += parts[2 * n * modes + k];
-        dgate[k] = (float)total;
+        *(k < modes ? dgate_weight + k : dgate_bias + k - modes) = (float)total;
     }
     call.out[0] = dweight, call.out[1] = dbias;
     if (dweight || dbias)
@@ -234,5 +234,46 @@ EXPORT void modenorm_channels_backward(const float *dy, const float *x, const fl
         modenorm_apply(dy, slope, scale, offset, dx, samples, channels, positions, last, threads);
 }
 
+/* ---- The same for an autograd node of C++, with arrays in the order of channel_arrays.py ---- */
+
+typedef struct {
+    float eps;
+    i64 pixel, samples, channels, modes, positions, last;
+} ChannelLayer;
+
+typedef struct {
+    const float *x, *gate_weight, *gate_bias, *weight, *bias;
+    float *gates, *kept, *scratch, *y;
+} ChannelForward;
+
+typedef struct {
+    const float *dy, *x, *gate_weight, *gate_bias, *weight, *dgates;
+    float *kept, *scratch, *dx, *dgate_weight, *dgate_bias, *dweight, *dbias;
+} ChannelBackward;
+
+#define SIZES_OF(layer)                                                                            \
+    (layer)->eps, (layer)->pixel, (layer)->samples, (layer)->channels, (layer)->modes,             \
+        (layer)->positions, (layer)->last
+
+/* Gates, which nobody asks for, lie behind the other scratch memory. */
+EXPORT int modenorm_run_channels_forward(const ChannelLayer *layer, i64 threads,
+                                         const ChannelForward *at)
+{
+    float *gates = at->scratch + layer->samples * layer->channels;
+    modenorm_channels_forward(at->x, at->gate_weight, at->gate_bias, at->weight, at->bias, at->y,
+                              gates, at->kept, at->scratch, SIZES_OF(layer), threads);
+    return 0;
+}
+
+EXPORT int modenorm_run_channels_backward(const ChannelLayer *layer, i64 threads,
+                                          const ChannelBackward *at)
+{
+    modenorm_channels_backward(at->dy, at->x, at->kept, at->gate_weight, at->gate_bias, at->weight,
+                               at->dgates, at->dx, at->dgate_weight, at->dgate_bias, at->dweight,
+                               at->dbias, at->scratch, SIZES_OF(layer), threads);
+    return 0;
+}
+
+#undef SIZES_OF
 #undef SIZES
 #undef GIVEN

@@ -31,6 +31,7 @@ __all__ = [
     "call_at",
     "dense",
     "floats",
+    "function_address",
     "library",
     "takes",
 ]
@@ -128,6 +129,14 @@ def call_at(name: str, addresses: Sequence[int | None], numbers: Sequence[int | 
     """`call` with arrays at these addresses, as C expects them; who calls keeps them alive."""
     numbers = (*numbers, torch.get_num_threads())
     _function(name, len(addresses), tuple(map(type, numbers)))(*addresses, *numbers)
+
+
+def function_address(name: str) -> int:
+    """Where a function of the library begins."""
+    function = getattr(library().library, f"modenorm_{name}")
+    found = ctypes.cast(function, ctypes.c_void_p).value
+    assert found is not None
+    return found
 
 
 def floats(shape: int | tuple[int, ...]) -> Tensor:

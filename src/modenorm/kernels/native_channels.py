@@ -5,17 +5,20 @@ As kernels/native_node.py for mode normalization; the C code is cpu_channels.c.
 
 from __future__ import annotations
 
+import ctypes
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from modenorm.kernels import plain, runs_native
+from modenorm.kernels import cpp_node, plain, runs_native
 from modenorm.kernels.channel_arrays import Given
+from modenorm.kernels.cpp_node import Task
 from modenorm.kernels.layout import as_dense, dense_like, is_channels_last, laid_out
-from modenorm.kernels.native import address, call_at, dense, floats
+from modenorm.kernels.native import address, call_at, dense, floats, function_address
 
 __all__ = ["fits", "mode_group_norm"]
 
@@ -28,10 +31,60 @@ def fits(x: Tensor, given: Given) -> bool:
     return len(given.gate_weight) <= MOST_MODES and runs_native(x, *given[:4])
 
 
-def mode_group_norm(x: Tensor, given: Given) -> tuple[Tensor, Tensor]:
-    """Y and the gates (N, C, K)."""
-    y, gates = _node(as_dense(x.resolve_neg()), *map(dense, given[:4]), given.eps, given.pixel)
+def mode_group_norm(x: Tensor, given: Given, gates_matter: bool) -> tuple[Tensor, Tensor | None]:
+    """Y, and the gates (N, C, K), which are None if they don't matter to a node of C++."""
+    x, inputs = as_dense(x.resolve_neg()), [*map(dense, given[:4])]
+    if not gates_matter:
+        node = _node_for(x, inputs, given.eps, given.pixel)
+        if node is not None:
+            arrays = [array for array in (x, *inputs) if array is not None]
+            return node(torch.get_num_threads(), *arrays), None
+    y, gates = _node(x, *inputs, given.eps, given.pixel)
     return y, gates
+
+
+class _Layer(ctypes.Structure):
+    """As in cpu_channels.c."""
+
+    _fields_ = (
+        ("eps", ctypes.c_float),
+        *((name, ctypes.c_int64) for name in (
+            "pixel", "samples", "channels", "modes", "positions", "last"
+        )),
+    )  # fmt: skip
+
+
+_nodes: dict[tuple[Any, ...], Callable[..., Tensor]] = {}
+
+
+def _node_for(
+    x: Tensor, inputs: list[Any], eps: float, pixel: bool
+) -> Callable[..., Tensor] | None:
+    """An autograd node of C++ for calls that look the same, if there is one."""
+    shapes = (None if array is None else array.shape for array in inputs)
+    key = (x.shape, x.is_contiguous(), eps, pixel, *shapes)
+    node = _nodes.get(key)
+    if node is None:
+        num_modes = len(inputs[0])
+        layer = _Layer(*_numbers(x, num_modes, eps, pixel))
+        place = ctypes.addressof(layer)
+        forward = Task(function_address("run_channels_forward"), place)
+        backward = Task(function_address("run_channels_backward"), place)
+        kept, scratch, backward_scratch = _sizes(x, num_modes, pixel)
+        gates = x.shape[0] * x.shape[1] * num_modes
+        node = cpp_node.make(
+            cpp_node.MODE_GROUP_NORM,
+            (forward, backward),
+            (kept, scratch + gates, backward_scratch),
+            inputs,
+            (),
+            partial(plain.mode_group_norm, eps=eps, pixel=pixel),
+            can_omit_dx=True,
+            owner=layer,
+        )
+        if node is not None:
+            _nodes[key] = node
+    return node
 
 
 class _ModeGroupNorm(torch.autograd.Function):
@@ -46,11 +99,9 @@ class _ModeGroupNorm(torch.autograd.Function):
         eps: float,
         pixel: bool,
     ) -> tuple[Tensor, Tensor]:
-        (num_samples, num_channels), num_modes = x.shape[:2], len(gate_weight)
-        rows = num_samples * num_channels
-        y, gates = torch.empty_like(x), floats((num_samples, num_channels, num_modes))
-        kept = floats((3 if pixel else 2) * rows + 3 * num_samples * num_modes)
-        scratch = floats(rows)
+        num_modes = len(gate_weight)
+        y, gates = torch.empty_like(x), floats((*x.shape[:2], num_modes))
+        kept, scratch = map(floats, _sizes(x, num_modes, pixel)[:2])
         given = (x, gate_weight, gate_bias, weight, bias, y, gates, kept, scratch)
         call_at("channels_forward", [*map(address, given)], _numbers(x, num_modes, eps, pixel))
         ctx.save_for_backward(x, gate_weight, gate_bias, weight, bias, kept)
@@ -61,7 +112,7 @@ class _ModeGroupNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dused: Tensor | None) -> tuple[Tensor | None, ...]:
         *inputs, kept = ctx.saved_tensors  # once: checkpointing unpacks them once
-        x, gate_weight, gate_bias, weight, bias = inputs
+        x, gate_weight, gate_bias, weight, _ = inputs
         needed, upstream = ctx.needs_input_grad, (dy, dused)
         if plain.only_plain(*upstream) or dy is None or not runs_native(x, *upstream):
             forward = partial(plain.mode_group_norm, eps=ctx.eps, pixel=ctx.pixel)
@@ -69,17 +120,21 @@ class _ModeGroupNorm(torch.autograd.Function):
         x = laid_out(x, ctx.strides)
         dy, num_modes = dense_like(dy, x), len(gate_weight)
         dx = torch.empty_like(x) if needed[0] else None
-        dgate = floats((2, num_modes))
-        dweight, dbias = (None if p is None else torch.empty_like(p) for p in (weight, bias))
-        scratch = floats(4 * x.shape[0] * x.shape[1] + 2 * x.shape[0] * num_modes)
+        found = [None if p is None else torch.empty_like(p) for p in inputs[1:]]
+        scratch = floats(_sizes(x, num_modes, ctx.pixel)[2])
         given = (dy, x, kept, gate_weight, gate_bias, weight, dense(dused))
-        found = (dx, dgate, dweight, dbias, scratch)
         numbers = _numbers(x, num_modes, ctx.eps, ctx.pixel)
-        call_at("channels_backward", [*map(address, (*given, *found))], numbers)
-        return dx, *dgate.unbind(), dweight, dbias, None, None
+        call_at("channels_backward", [*map(address, (*given, dx, *found, scratch))], numbers)
+        return dx, *found, None, None
 
 
 _node = plain.node(_ModeGroupNorm)
+
+
+def _sizes(x: Tensor, num_modes: int, pixel: bool) -> tuple[int, int, int]:
+    """Floats to keep, and scratch memory forward and backward."""
+    rows, of_modes = x.shape[0] * x.shape[1], x.shape[0] * num_modes
+    return (3 if pixel else 2) * rows + 3 * of_modes, rows, 4 * rows + 2 * of_modes
 
 
 def _numbers(x: Tensor, num_modes: int, eps: float, pixel: bool) -> tuple[int | float, ...]:

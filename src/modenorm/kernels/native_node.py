@@ -22,7 +22,7 @@ from modenorm.kernels import cpp_node, plain, runs_native
 from modenorm.kernels.cpp_node import Task
 from modenorm.kernels.layout import as_dense, dense_like, is_channels_last, laid_out
 from modenorm.kernels.mode_arrays import Found, Inputs, beside_output
-from modenorm.kernels.native import address, call_at, dense, floats, library
+from modenorm.kernels.native import address, call_at, dense, floats, function_address
 from modenorm.mixing import RunningEstimates
 
 __all__ = ["mode_norm"]
@@ -96,12 +96,14 @@ class _Plan:
         node = self.nodes.get(moves)
         if node is None:
             layer = _Layer(self.numbers[0], *self.moves, *self.numbers[1:])
-            tasks = _task("forward", layer), _task("backward", layer)
+            place = ctypes.addressof(layer)
+            forward = Task(function_address("run_forward"), place)
+            backward = Task(function_address("run_backward"), place)
             sizes = (self.kept, self.scratch, self.backward_scratch)
             plainly = partial(plain.mode_norm, eps=self.eps)
             node = cpp_node.make(
                 cpp_node.MODE_NORM,
-                tasks,
+                (forward, backward),
                 sizes,
                 inputs,
                 estimates or (),
@@ -125,13 +127,6 @@ class _Layer(ctypes.Structure):
             "last",
         )),
     )  # fmt: skip
-
-
-def _task(name: str, layer: _Layer) -> Task:
-    function = getattr(library().library, f"modenorm_run_{name}")
-    address = ctypes.cast(function, ctypes.c_void_p).value
-    assert address is not None
-    return Task(address, ctypes.addressof(layer))
 
 
 _plans: dict[tuple[Any, ...], _Plan | None] = {}

@@ -24,7 +24,7 @@ from modenorm.kernels.launch import (
     is_elsewhere,
 )
 from modenorm.kernels.layout import interpreting
-from modenorm.kernels.native import library
+from modenorm.kernels.native import function_address, library
 from modenorm.kernels.slab import Slab, Slot
 
 __all__ = ["Part", "Sequence", "Split", "Stage", "Stream", "enter_context"]
@@ -132,7 +132,7 @@ class Sequence:
     @property
     def task(self) -> Task:
         """The same for a node of C++."""
-        return Task(_address_of_launcher(), self._address)
+        return Task(function_address("launch"), self._address)
 
     def __call__(self, stream: int, addresses: list[int]) -> None:
         """Launch on a stream, with the arrays at these addresses."""
@@ -196,10 +196,4 @@ def _driver() -> int | None:
 def _launcher() -> Callable[..., int]:
     """`modenorm_launch`, called without letting other threads of Python go first."""
     kinds = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)
-    return ctypes.PYFUNCTYPE(ctypes.c_int, *kinds)(_address_of_launcher())
-
-
-def _address_of_launcher() -> int:
-    address = ctypes.cast(library().library.modenorm_launch, ctypes.c_void_p).value
-    assert address is not None
-    return address
+    return ctypes.PYFUNCTYPE(ctypes.c_int, *kinds)(function_address("launch"))
