@@ -24,13 +24,23 @@ def backend(request):
         yield request.param
 
 
-@pytest.fixture(params=["Python", "C++"])
-def nodes(request, monkeypatch):
-    """What puts a mode norm into the graph of autograd."""
-    if request.param == "Python":
+@pytest.fixture
+def use_python_nodes(monkeypatch):
+    """Call it, and nodes of Python put norms into the graph of autograd from then on."""
+
+    def use():
         monkeypatch.setattr(cpp_node, "make", lambda *args, **kwargs: None)
         native_node._plans.clear()
         native_channels._nodes.clear()
+
+    return use
+
+
+@pytest.fixture(params=["Python", "C++"])
+def nodes(request, use_python_nodes):
+    """What puts a norm into the graph of autograd."""
+    if request.param == "Python":
+        use_python_nodes()
     elif not cpp_node.autograd_nodes().startswith("C++"):
         pytest.skip(cpp_node.autograd_nodes())
     return request.param

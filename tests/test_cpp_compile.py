@@ -11,23 +11,12 @@ import pytest
 import torch
 
 import modenorm
-from compare import make_layer
 from modenorm.kernels import cpp_node, native_node
 from test_cpp_node import SHAPE, is_cpp
 
 pytestmark = pytest.mark.skipif(
     not cpp_node.autograd_nodes().startswith("C++"), reason=cpp_node.autograd_nodes()
 )
-
-
-@pytest.fixture
-def layer():
-    return make_layer(3, 2, 4, torch.float32)
-
-
-@pytest.fixture
-def x():
-    return torch.randn(SHAPE, requires_grad=True)
 
 
 def builder(monkeypatch, tmp_path, **environment):
@@ -139,7 +128,8 @@ def test_a_program_that_ends_before_the_compiler_begins(monkeypatch, tmp_path):
     assert found._process is None
 
 
-def test_layers_do_not_wait_for_the_compiler(layer, x, monkeypatch, tmp_path):
+def test_layers_do_not_wait_for_the_compiler(monkeypatch, tmp_path):
+    layer, x = modenorm.ModeNorm2d(3), torch.randn(SHAPE, requires_grad=True)
     found = builder(monkeypatch, tmp_path, CXX=script(tmp_path, "sleep 600"))
     monkeypatch.setattr(cpp_node, "_builder", lambda: found)
     native_node._plans.clear()

@@ -9,7 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 import modenorm
 from compare import make_layer
-from modenorm.kernels import cpp_node, native_channels, native_node
+from modenorm.kernels import cpp_node, native_node
+from test_cpu_kernels import OPTIONS
 
 pytestmark = pytest.mark.skipif(
     not cpp_node.autograd_nodes().startswith("C++"), reason=cpp_node.autograd_nodes()
@@ -31,12 +32,6 @@ def x():
     return torch.randn(SHAPE, requires_grad=True)
 
 
-def by_python(monkeypatch):
-    monkeypatch.setattr(cpp_node, "make", lambda *args, **kwargs: None)
-    native_node._plans.clear()
-    native_channels._nodes.clear()
-
-
 def everything(layer, x, upstream):
     layer, x = copy.deepcopy(layer), x.detach().requires_grad_()
     y = layer(x)
@@ -44,24 +39,14 @@ def everything(layer, x, upstream):
     return is_cpp(y), [y.detach(), *gradients, *layer.buffers()]
 
 
-OPTIONS = {
-    "default": {},
-    "affine=False": {"affine": False},
-    "per_mode_affine": {"per_mode_affine": True},
-    "usage": {"running_update": "usage"},
-    "momentum=None": {"momentum": None},
-    "no estimates": {"track_running_stats": False},
-}
-
-
 @pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("option", OPTIONS)
-def test_same_bits_as_a_node_of_python(option, order, monkeypatch):
+@pytest.mark.parametrize("option", [name for name, given in OPTIONS.items() if "gate" not in given])
+def test_same_bits_as_a_node_of_python(option, order, use_python_nodes):
     layer = make_layer(3, 2, 4, torch.float32, **OPTIONS[option])
     x = torch.randn(SHAPE).to(memory_format=order)
     upstream = torch.randn_like(x)
     cpp, found = everything(layer, x, upstream)
-    by_python(monkeypatch)
+    use_python_nodes()
     python, expected = everything(layer, x, upstream)
     assert cpp
     assert not python
@@ -72,14 +57,14 @@ def test_same_bits_as_a_node_of_python(option, order, monkeypatch):
 @pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("affine", [True, False], ids=["affine", "none"])
 @pytest.mark.parametrize("variance", ["pooled", "pixel"])
-def test_same_bits_of_a_mode_group_norm(variance, affine, order, monkeypatch):
+def test_same_bits_of_a_mode_group_norm(variance, affine, order, use_python_nodes):
     layer = modenorm.ModeGroupNorm(3, 4, variance=variance, affine=affine)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)
     x = torch.randn(SHAPE).to(memory_format=order)
     upstream = torch.randn_like(x)
     cpp, found = everything(layer, x, upstream)
-    by_python(monkeypatch)
+    use_python_nodes()
     python, expected = everything(layer, x, upstream)
     assert (cpp, python) == (True, False)
     assert [t.stride() for t in found] == [t.stride() for t in expected]

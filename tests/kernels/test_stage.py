@@ -74,14 +74,14 @@ class StandIn:
             this.compiled = this.compiled or self.compiled(this, pointers)
 
         def remember(this, arrays):
-            self.arrays, self.in_cpp = [array for array in arrays if array is not None], False
+            self.see(arrays, in_cpp=False)
             all_at_once(this, arrays)
 
         def make_listening(*args, **kwargs):
             node = make(*args, **kwargs)
 
             def listening(stream, *arrays):
-                self.arrays, self.in_cpp = arrays, True
+                self.see(arrays, in_cpp=True)
                 return node(stream, *arrays)
 
             return node and listening
@@ -89,6 +89,9 @@ class StandIn:
         monkeypatch.setattr(cpp_node, "make", make_listening)
         monkeypatch.setattr(launch.Launch, "__call__", compile_first)
         monkeypatch.setattr(stage.Stage, "__call__", remember)
+
+    def see(self, arrays, in_cpp):
+        self.arrays, self.in_cpp = [array for array in arrays if array is not None], in_cpp
 
     def compiled(self, this, pointers):
         """What Triton would return: ints of 1 are constants to it, as `tl.constexpr` are."""
@@ -246,8 +249,7 @@ def test_a_thread_without_context(stand_in, monkeypatch):
         entered.append(list(stand_in.log))
         stand_in.error = 0
 
-    for module in (stage, mode_plan):
-        monkeypatch.setattr(module, "enter_context", enter)
+    monkeypatch.setattr(stage, "_enter_context", enter)
     wanted = step(layer, x, dy)
     stand_in.error = stage.INVALID_CONTEXT
     check(stand_in, wanted, step(layer, x, dy), FORWARD + BACKWARD)

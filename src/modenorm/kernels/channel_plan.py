@@ -13,13 +13,14 @@ from functools import partial
 
 from torch import Tensor
 
-from modenorm.kernels import cpp_node, plain
+from modenorm.kernels import plain
 from modenorm.kernels.channel_arrays import ChannelBackward, ChannelForward, Given
+from modenorm.kernels.cpp_node import MODE_GROUP_NORM
 from modenorm.kernels.gpu import Geometry, Passes
 from modenorm.kernels.gpu_channels import ChannelMixing
 from modenorm.kernels.plan import affine_kind, aligned, geometry_of, pointer
 from modenorm.kernels.slab import channel_backward_slab, channel_forward_slab, channel_kept_slab
-from modenorm.kernels.stage import Split, Stage, Stream, enter_context
+from modenorm.kernels.stage import Split, Stage, Stream, node_of
 
 __all__ = ["ChannelPlan", "channel_plan_for"]
 
@@ -51,23 +52,20 @@ class ChannelPlan:
         back = (self._samples_backward, self._apply_backward, self._parameters_backward)
         # with a gradient of the gates from elsewhere, and without
         self.run_backward = [Stage(direct, *back) for _ in (False, True)]
-        self._node: Callable[..., Tensor] | None = None
         self.run_mix_backward = [Stage(direct, back[0], back[2]) for _ in (False, True)]
+        self._node: Callable[..., Tensor] | None = None
 
     def node_for(self, given: Given) -> Callable[..., Tensor] | None:
         """An autograd node of C++ for calls like this; None if there is none yet."""
-        forward, backward = self.run_forward[False].sequence, self.run_backward[True].sequence
-        if self._node is None and forward is not None and backward is not None:
-            plainly = partial(plain.mode_group_norm, eps=given.eps, pixel=given.pixel)
-            self._node = cpp_node.make(
-                cpp_node.MODE_GROUP_NORM,
-                (forward.task, backward.task),
-                (self.kept.size, self.forward.size, self.backward.size),
+        if self._node is None:
+            self._node = node_of(
+                MODE_GROUP_NORM,
+                self.run_forward[False],
+                self.run_backward[True],
+                (self.kept, self.forward, self.backward),
                 given[:4],
                 (),
-                plainly,
-                enter_context=enter_context,
-                owner=(forward, backward),
+                partial(plain.mode_group_norm, eps=given.eps, pixel=given.pixel),
             )
         return self._node
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import importlib.util
 import os
@@ -30,8 +31,9 @@ from torch import Tensor
 from modenorm.kernels import compiled, plain
 from modenorm.kernels.channel_arrays import ChannelBackward, ChannelForward, Given
 from modenorm.kernels.mode_arrays import Backward, Forward, Inputs
+from modenorm.kernels.native import function_address
 
-__all__ = ["MODE_GROUP_NORM", "MODE_NORM", "Norm", "Task", "autograd_nodes", "make"]
+__all__ = ["MODE_GROUP_NORM", "MODE_NORM", "Norm", "Task", "autograd_nodes", "make", "tasks_in_c"]
 
 SWITCH = "MODENORM_CPP_NODE"  # 0: nodes of Python serve
 SOURCE = Path(__file__).with_name("node.cpp")
@@ -186,6 +188,14 @@ class Task(NamedTuple):
     what: int
 
 
+def tasks_in_c(prefix: str, layer: ctypes.Structure) -> tuple[Task, Task]:
+    """Forward and backward of a layer on a CPU, by functions of the C code."""
+    what = ctypes.addressof(layer)
+    names = (f"run_{prefix}{direction}" for direction in ("forward", "backward"))
+    forward, backward = (Task(function_address(name), what) for name in names)
+    return forward, backward
+
+
 class Norm(NamedTuple):
     """What a node has to know of a norm: names of arrays."""
 
@@ -224,7 +234,8 @@ def make(
 ) -> Callable[..., Tensor] | None:
     """A function of where to run, x, inputs and what is changed to y; None if there is none (yet).
 
-    It is never freed, since graphs point to it, so there is a limit to their number.
+    What is missing of the inputs is None there too. It is never freed, since graphs point to it,
+    so there is a limit to their number.
 
     Args:
         norm: What is made a node of.

@@ -56,8 +56,7 @@ def mode_norm(
     if not (apart or options.usage_matters or options.ranks or is_elsewhere(x)):
         node = plan.node_for(inputs, running, options.eps)
         if node is not None:
-            given = [t for t in (x, *inputs, *(running or ())) if t is not None]
-            return node(current_stream(x), *given), None, None
+            return node(current_stream(x), x, *inputs, *(running or ())), None, None
     y, *more = _node(x, *inputs, running, plan, options)
     return y, *beside_output(more, options.gates_matter, options.usage_matters)
 

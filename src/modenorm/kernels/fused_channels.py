@@ -26,8 +26,7 @@ def mode_group_norm(x: Tensor, given: Given, gates_matter: bool) -> tuple[Tensor
     if not (gates_matter or is_elsewhere(x)):
         node = plan.node_for(given)
         if node is not None:
-            arrays = [array for array in (x, *given[:4]) if array is not None]
-            return node(current_stream(x), *arrays), None
+            return node(current_stream(x), x, *given[:4]), None
     y, *gates = _node(x, *given, plan, gates_matter)
     return y, gates[0] if gates else None
 

@@ -16,6 +16,7 @@ __all__ = [
     "begin_beside",
     "can_overlap",
     "end_beside",
+    "from_end",
     "load_affine",
     "load_rows",
 ]
@@ -58,6 +59,12 @@ def end_beside(OVERLAPS: tl.constexpr):
     """Wait for the kernel before, so that whoever waits for this one has waited for both."""
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def from_end(AXIS: tl.constexpr):
+    """This program's place on an axis, counted from its end."""
+    return tl.num_programs(AXIS) - 1 - tl.program_id(AXIS)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from modenorm.kernels.gpu_arrays import begin
+from modenorm.kernels.gpu_arrays import begin, from_end
 from modenorm.kernels.launch import Launch
 from modenorm.kernels.tiles import Geometry, power_of_two_in
 
@@ -83,9 +83,7 @@ def _pieces(
 ):
     """Where a program begins, its offsets, which there are, pieces' rows, what is of that row."""
     size = size // DIVIDES * DIVIDES  # see _hinted in gpu_passes.py
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)).to(
-        tl.int64
-    ) * BLOCK  # as _tile in gpu_passes.py
+    first = from_end(0).to(tl.int64) * BLOCK  # see _tile in gpu_passes.py
     row = first // P
     begins = tl.arange(0, BLOCK // WIDTH) * WIDTH
     slots = tl.arange(0, WIDTH)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from modenorm.kernels.gpu_arrays import begin
+from modenorm.kernels.gpu_arrays import begin, from_end
 
 __all__ = ["apply_backward_kernel", "apply_kernel", "moments_kernel", "reduce_backward_kernel"]
 
@@ -250,11 +250,6 @@ def _first_row(num_rows, ONE_AXIS: tl.constexpr, BLOCK_R: tl.constexpr):
 
 
 @triton.jit
-def _from_end(AXIS: tl.constexpr):
-    return tl.num_programs(AXIS) - 1 - tl.program_id(AXIS)
-
-
-@triton.jit
 def _tile(
     num_rows,
     num_positions,
@@ -268,7 +263,7 @@ def _tile(
 
     From the tensor's end to its begin: the pass before has left the end in the cache.
     """
-    block, column, outer = _from_end(0), _from_end(1), _from_end(2)
+    block, column, outer = from_end(0), from_end(1), from_end(2)
     if ONE_AXIS:
         blocks, columns = tl.cdiv(num_rows, BLOCK_R), tl.cdiv(num_positions, BLOCK_P)
         line = block // blocks

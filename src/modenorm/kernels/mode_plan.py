@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from modenorm.checks import Options
-from modenorm.kernels import cpp_node, plain
+from modenorm.kernels import plain
+from modenorm.kernels.cpp_node import MODE_NORM
 from modenorm.kernels.gpu import Geometry, Passes
 from modenorm.kernels.gpu_inference import inference_launch, lines_shape
 from modenorm.kernels.gpu_mixing import Mixing
@@ -23,7 +24,7 @@ from modenorm.kernels.launch import Launch, Pointer
 from modenorm.kernels.mode_arrays import Backward, Forward, Inference, Inputs, fits
 from modenorm.kernels.plan import affine_kind, aligned, geometry_of, pointer
 from modenorm.kernels.slab import Slab, backward_slab, forward_slab, kept_slab
-from modenorm.kernels.stage import Part, Split, Stage, Stream, enter_context
+from modenorm.kernels.stage import Part, Split, Stage, Stream, node_of
 from modenorm.kernels.tiles import one_launch
 from modenorm.mixing import RunningEstimates
 
@@ -82,17 +83,15 @@ class ModePlan:
         self, inputs: Inputs, moved: RunningEstimates | None, eps: float
     ) -> Callable[..., Tensor] | None:
         """An autograd node of C++ for calls like this; None if there is none yet."""
-        forward, backward = self.run_forward.sequence, self.run_backward[False, False].sequence
-        if self._node is None and forward is not None and backward is not None:
-            self._node = cpp_node.make(
-                cpp_node.MODE_NORM,
-                (forward.task, backward.task),
-                (self.kept.size, self.forward.size, self.backward.size),
+        if self._node is None:
+            self._node = node_of(
+                MODE_NORM,
+                self.run_forward,
+                self.run_backward[False, False],
+                (self.kept, self.forward, self.backward),
                 inputs,
                 moved or (),
                 partial(plain.mode_norm, eps=eps),
-                enter_context=enter_context,
-                owner=(forward, backward),
             )
         return self._node
 

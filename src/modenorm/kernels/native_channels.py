@@ -16,9 +16,8 @@ from torch import Tensor
 
 from modenorm.kernels import cpp_node, plain, runs_native
 from modenorm.kernels.channel_arrays import Given
-from modenorm.kernels.cpp_node import Task
 from modenorm.kernels.layout import as_dense, dense_like, is_channels_last, laid_out
-from modenorm.kernels.native import address, call_at, dense, floats, function_address
+from modenorm.kernels.native import address, call_at, dense, floats
 
 __all__ = ["fits", "mode_group_norm"]
 
@@ -37,8 +36,7 @@ def mode_group_norm(x: Tensor, given: Given, gates_matter: bool) -> tuple[Tensor
     if not gates_matter:
         node = _node_for(x, inputs, given.eps, given.pixel)
         if node is not None:
-            arrays = [array for array in (x, *inputs) if array is not None]
-            return node(torch.get_num_threads(), *arrays), None
+            return node(torch.get_num_threads(), x, *inputs), None
     y, gates = _node(x, *inputs, given.eps, given.pixel)
     return y, gates
 
@@ -67,14 +65,11 @@ def _node_for(
     if node is None:
         num_modes = len(inputs[0])
         layer = _Layer(*_numbers(x, num_modes, eps, pixel))
-        place = ctypes.addressof(layer)
-        forward = Task(function_address("run_channels_forward"), place)
-        backward = Task(function_address("run_channels_backward"), place)
         kept, scratch, backward_scratch = _sizes(x, num_modes, pixel)
         gates = x.shape[0] * x.shape[1] * num_modes
         node = cpp_node.make(
             cpp_node.MODE_GROUP_NORM,
-            (forward, backward),
+            cpp_node.tasks_in_c("channels_", layer),
             (kept, scratch + gates, backward_scratch),
             inputs,
             (),

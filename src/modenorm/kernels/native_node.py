@@ -19,10 +19,9 @@ from torch import Tensor
 from modenorm.buffers import recomputing
 from modenorm.checks import Options
 from modenorm.kernels import cpp_node, plain, runs_native
-from modenorm.kernels.cpp_node import Task
 from modenorm.kernels.layout import as_dense, dense_like, is_channels_last, laid_out
 from modenorm.kernels.mode_arrays import Found, Inputs, beside_output
-from modenorm.kernels.native import address, call_at, dense, floats, function_address
+from modenorm.kernels.native import address, call_at, dense, floats
 from modenorm.mixing import RunningEstimates
 
 __all__ = ["mode_norm"]
@@ -57,8 +56,7 @@ def mode_norm(
     if options.training and gates is None and not any(matter):
         node = plan.node_for(Inputs(*inputs), estimates)
         if node is not None:
-            given = [t for t in (x, *inputs, *(estimates or ())) if t is not None]
-            return node(torch.get_num_threads(), *given), None, None
+            return node(torch.get_num_threads(), x, *inputs, *(estimates or ())), None, None
     y, *more = _node(x, *inputs, estimates, plan, *matter)
     used, usage = beside_output(more, *matter)
     return y, used if gates is None else gates, usage
@@ -79,14 +77,15 @@ class _Plan:
         momentum = -1.0 if options.momentum is None else float(options.momentum)
         self.moves = (momentum, int(options.running_update == "usage"))
         self.training = options.training
-        self.gates_in_kept, self.gates_in_scratch = (
-            3 * rows + 2 * table + num_modes,
-            4 * rows + 3 * table,
-        )
-        self.kept = self.gates_in_kept + num_samples * num_modes
-        self.scratch = rows + table
+        self.gates_in_kept = 3 * rows + 2 * table + num_modes
+        self.kept, self.scratch = self.gates_in_kept + num_samples * num_modes, rows + table
+        self.gates_in_scratch = 4 * rows + 3 * table
         self.backward_scratch = self.gates_in_scratch + num_samples * num_modes
         self.nodes: dict[bool, Callable[..., Tensor]] = {}  # whether estimates move
+
+    def address_of_gates(self, used: Tensor | None, kept: Tensor) -> int:
+        """Of gates that have no other place, they lie with what is kept."""
+        return kept.data_ptr() + 4 * self.gates_in_kept if used is None else used.data_ptr()
 
     def node_for(
         self, inputs: Inputs, estimates: RunningEstimates | None
@@ -96,18 +95,13 @@ class _Plan:
         node = self.nodes.get(moves)
         if node is None:
             layer = _Layer(self.numbers[0], *self.moves, *self.numbers[1:])
-            place = ctypes.addressof(layer)
-            forward = Task(function_address("run_forward"), place)
-            backward = Task(function_address("run_backward"), place)
-            sizes = (self.kept, self.scratch, self.backward_scratch)
-            plainly = partial(plain.mode_norm, eps=self.eps)
             node = cpp_node.make(
                 cpp_node.MODE_NORM,
-                (forward, backward),
-                sizes,
+                cpp_node.tasks_in_c("", layer),
+                (self.kept, self.scratch, self.backward_scratch),
                 inputs,
                 estimates or (),
-                plainly,
+                partial(plain.mode_norm, eps=self.eps),
                 can_omit_dx=True,
                 owner=layer,
             )
@@ -213,7 +207,7 @@ class _ModeNorm(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         y, kept, scratch = torch.empty_like(x), floats(plan.kept), floats(plan.scratch)
         used = floats(plan.gates_shape) if gates_matter else gates
-        of_gates = kept.data_ptr() + 4 * plan.gates_in_kept if used is None else used.data_ptr()
+        of_gates = plan.address_of_gates(used, kept)
         usage = floats(plan.gates_shape[1]) if usage_matters else None
         given = map(address, (x, gate_weight, gate_bias, weight, bias, y))
         moved = map(address, _in_c_order(estimates))
@@ -246,23 +240,14 @@ class _ModeNorm(torch.autograd.Function):
         dgates = None if gates is None else torch.empty_like(gates)
         scratch = floats(plan.backward_scratch)
         gate_weight, _, weight, bias = parameters
-        of_gates = kept.data_ptr() + 4 * plan.gates_in_kept if used is None else used.data_ptr()
+        of_gates = plan.address_of_gates(used, kept)
         free = scratch.data_ptr()
         of_dgates = free + 4 * plan.gates_in_scratch if dgates is None else dgates.data_ptr()
         given = map(address, (gate_weight, weight, bias, dused, dusage, dx))
         found = map(address, gradients)
         call_at(
             "backward",
-            (
-                dy.data_ptr(),
-                x.data_ptr(),
-                of_gates,
-                kept.data_ptr(),
-                *given,
-                of_dgates,
-                *found,
-                free,
-            ),
+            (*map(address, (dy, x)), of_gates, address(kept), *given, of_dgates, *found, free),
             plan.numbers,
         )
         return dx, dgates, *gradients, *NO_GRADIENTS

@@ -227,7 +227,7 @@ PyObject *make_plan(PyObject *, PyObject *arguments)
     END_HANDLE_TH_ERRORS
 }
 
-// norm(plan, where, *tensors) to y
+// norm(plan, where, *tensors) to y; None among them is what the plan knows to be missing
 PyObject *norm(PyObject *, PyObject *const *arguments, Py_ssize_t count)
 {
     HANDLE_TH_ERRORS
@@ -236,8 +236,10 @@ PyObject *norm(PyObject *, PyObject *const *arguments, Py_ssize_t count)
     variable_list inputs;
     inputs.reserve(plan->num_inputs);
     for (Py_ssize_t i = 2; i < count; i++) {
-        auto &list = i - 2 < plan->num_inputs ? inputs : call.changed;
-        list.push_back(THPVariable_Unpack(arguments[i]));
+        if (arguments[i] == Py_None)
+            continue;
+        bool is_input = inputs.size() < static_cast<size_t>(plan->num_inputs);
+        (is_input ? inputs : call.changed).push_back(THPVariable_Unpack(arguments[i]));
     }
     Tensor y;
     {

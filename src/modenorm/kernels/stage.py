@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from modenorm.kernels import cpp_node
 from modenorm.kernels.cpp_node import Task
 from modenorm.kernels.launch import (
     DRIVER_IS_KNOWN,
@@ -27,7 +28,7 @@ from modenorm.kernels.layout import interpreting
 from modenorm.kernels.native import function_address, library
 from modenorm.kernels.slab import Slab, Slot
 
-__all__ = ["Part", "Sequence", "Split", "Stage", "Stream", "enter_context"]
+__all__ = ["Part", "Sequence", "Split", "Stage", "Stream", "node_of"]
 
 DRIVER = "libcuda.so.1"
 INVALID_CONTEXT = 201
@@ -80,6 +81,34 @@ class Stage:
         for part in self.parts:
             part(recorder, Slab.slots, places)
         return Sequence.of(recorder, len(places))
+
+
+def node_of(
+    norm: cpp_node.Norm,
+    forward: Stage,
+    backward: Stage,
+    slabs: tuple[Slab, Slab, Slab],
+    inputs: tuple[Any, ...],
+    changed: tuple[Any, ...],
+    plainly: Callable[..., Any],
+) -> Callable[..., torch.Tensor] | None:
+    """An autograd node of C++ of two stages; None while their launches are not recorded.
+
+    Slabs are what is kept, and the scratch memory forward and backward; for the rest see `make`.
+    """
+    sequences = forward.sequence, backward.sequence
+    if sequences[0] is None or sequences[1] is None:
+        return None
+    return cpp_node.make(
+        norm,
+        (sequences[0].task, sequences[1].task),
+        (slabs[0].size, slabs[1].size, slabs[2].size),
+        inputs,
+        changed,
+        plainly,
+        enter_context=_enter_context,
+        owner=sequences,
+    )
 
 
 class _Argument(ctypes.Structure):
@@ -139,13 +168,13 @@ class Sequence:
         packed = self._pack(*addresses)
         error = self._launch(self._address, stream, packed)
         if error == INVALID_CONTEXT:  # of the first kernel: nothing was launched
-            enter_context()
+            _enter_context()
             error = self._launch(self._address, stream, packed)
         if error:
             raise RuntimeError(f"the CUDA driver refused to launch a kernel: error {error}")
 
 
-def enter_context() -> None:
+def _enter_context() -> None:
     """Give this thread the device's context; autograd's threads may have none yet.
 
     By the driver's own calls, which are allowed while a CUDA graph is captured.
