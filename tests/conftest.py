@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import modenorm
-from modenorm.kernels import cpp_node, native_channels, native_node
+from modenorm.kernels import cpp_module, cpp_node, native_channels, native_node
 from world import SIZE, World
 
 torch.set_num_threads(1)
-cpp_node.autograd_nodes()  # waits for them, so that every test sees the same ones
+cpp_module.autograd_nodes()  # waits for them, so that every test sees the same ones
 
 
 @pytest.fixture(autouse=True)
@@ -41,8 +41,8 @@ def nodes(request, use_python_nodes):
     """What puts a norm into the graph of autograd."""
     if request.param == "Python":
         use_python_nodes()
-    elif not cpp_node.autograd_nodes().startswith("C++"):
-        pytest.skip(cpp_node.autograd_nodes())
+    elif not cpp_module.autograd_nodes().startswith("C++"):
+        pytest.skip(cpp_module.autograd_nodes())
     return request.param
 
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import modenorm
-from modenorm.kernels import cpp_node, native_node
+from modenorm.kernels import cpp_module, native_node
 from test_cpp_node import SHAPE, is_cpp
 
 pytestmark = pytest.mark.skipif(
-    not cpp_node.autograd_nodes().startswith("C++"), reason=cpp_node.autograd_nodes()
+    not cpp_module.autograd_nodes().startswith("C++"), reason=cpp_module.autograd_nodes()
 )
 
 
@@ -23,7 +23,7 @@ def builder(monkeypatch, tmp_path, **environment):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    return cpp_node._Builder()
+    return cpp_module._Builder()
 
 
 def test_it_can_be_switched_off(monkeypatch, tmp_path):
@@ -63,7 +63,7 @@ def test_a_compiler_that_is_of_no_use(fault, monkeypatch, tmp_path):
 
 def copying(tmp_path):
     """A compiler that is done at once."""
-    return script(tmp_path, f'cp {cpp_node._builder().module.__file__} "$target"; echo copied')
+    return script(tmp_path, f'cp {cpp_module._builder().module.__file__} "$target"; echo copied')
 
 
 def test_where_files_cannot_be_locked(monkeypatch, tmp_path):
@@ -79,7 +79,7 @@ def test_where_files_cannot_be_locked(monkeypatch, tmp_path):
 
 
 def test_where_kept_files_cannot_be_executed(monkeypatch, tmp_path):
-    opened, open_file = [], cpp_node._open
+    opened, open_file = [], cpp_module._open
 
     def refusing(path):
         opened.append(path)
@@ -87,7 +87,7 @@ def test_where_kept_files_cannot_be_executed(monkeypatch, tmp_path):
             raise ImportError("failed to map segment from shared object")
         return open_file(path)
 
-    monkeypatch.setattr(cpp_node, "_open", refusing)
+    monkeypatch.setattr(cpp_module, "_open", refusing)
     found = builder(monkeypatch, tmp_path, CXX=copying(tmp_path))
     found.wait()
     assert found.module is not None
@@ -131,7 +131,7 @@ def test_a_program_that_ends_before_the_compiler_begins(monkeypatch, tmp_path):
 def test_layers_do_not_wait_for_the_compiler(monkeypatch, tmp_path):
     layer, x = modenorm.ModeNorm2d(3), torch.randn(SHAPE, requires_grad=True)
     found = builder(monkeypatch, tmp_path, CXX=script(tmp_path, "sleep 600"))
-    monkeypatch.setattr(cpp_node, "_builder", lambda: found)
+    monkeypatch.setattr(cpp_module, "_builder", lambda: found)
     native_node._plans.clear()
     y = layer(x)
     y.backward(torch.randn(SHAPE))
@@ -168,11 +168,11 @@ def test_a_program_that_ends_leaves_nothing_behind(tmp_path):
 
 
 def test_two_processes_share_one_compilation(tmp_path):
-    counter, made = tmp_path / "count", cpp_node._builder().module.__file__
+    counter, made = tmp_path / "count", cpp_module._builder().module.__file__
     compiler = script(tmp_path, f'echo one >> {counter}; sleep 3; cp {made} "$target"')
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "CXX": compiler}
     environment["PYTHONPATH"] = str(Path(modenorm.__file__).parents[1])
-    command = "from modenorm.kernels import cpp_node; print(cpp_node.autograd_nodes())"
+    command = "from modenorm.kernels import cpp_module; print(cpp_module.autograd_nodes())"
     racers = [
         subprocess.Popen([sys.executable, "-c", command], env=environment, stdout=subprocess.PIPE)
         for _ in range(2)

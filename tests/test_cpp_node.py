@@ -9,11 +9,11 @@ from torch.utils.checkpoint import checkpoint
 
 import modenorm
 from compare import make_layer
-from modenorm.kernels import cpp_node, native_node
+from modenorm.kernels import cpp_module, cpp_node, native_node
 from test_cpu_kernels import OPTIONS
 
 pytestmark = pytest.mark.skipif(
-    not cpp_node.autograd_nodes().startswith("C++"), reason=cpp_node.autograd_nodes()
+    not cpp_module.autograd_nodes().startswith("C++"), reason=cpp_module.autograd_nodes()
 )
 SHAPE = (6, 3, 4, 5)
 

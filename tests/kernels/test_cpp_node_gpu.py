@@ -7,7 +7,7 @@ import torch
 from test_fused import layer_for, tensor
 
 import modenorm
-from modenorm.kernels import channel_plan, cpp_node, mode_plan
+from modenorm.kernels import channel_plan, cpp_module, cpp_operator, mode_plan
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SHAPES = [(6, 8, 5, 5), (4, 16, 8, 8), (7, 3)]
@@ -20,8 +20,8 @@ def is_cpp(y):
 
 @pytest.fixture(autouse=True)
 def nodes():
-    if not cpp_node.autograd_nodes().startswith("C++"):
-        pytest.skip(cpp_node.autograd_nodes())
+    if not cpp_module.autograd_nodes().startswith("C++"):
+        pytest.skip(cpp_module.autograd_nodes())
 
 
 @pytest.fixture(autouse=True)
@@ -126,3 +126,43 @@ def test_without_threads_of_the_engine(warm):
     with torch.autograd.set_multithreading_enabled(False):
         _, found = everything(layer, x, upstream)
     assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["mode", "group"])
+def test_operators_of_a_compiled_layer(kind, dtype, monkeypatch):
+    """From the second step on C++ runs them, with the same bits, also in a CUDA graph."""
+    layer = {"mode": modenorm.ModeNorm2d, "group": modenorm.ModeGroupNorm}[kind](8, 3).cuda()
+    x, dy = (tensor((6, 8, 5, 5), "cuda", dtype, True) for _ in range(2))
+    x.requires_grad_()
+    leaves = [x, *layer.parameters()]
+    compiled = torch.compile(layer, fullgraph=True, dynamic=False)
+    module, found = cpp_module.cpp_module(), []
+
+    class Counting:
+        remember = staticmethod(module.remember)
+
+        @staticmethod
+        def repeat(*arguments):
+            results = module.repeat(*arguments)
+            found.append(results is not None)
+            return results
+
+    monkeypatch.setattr(cpp_operator, "cpp_module", lambda: Counting)
+    start = copy.deepcopy(layer.state_dict())
+
+    def step():
+        layer.load_state_dict(start)
+        y = compiled(x)
+        return [y, *torch.autograd.grad(y, leaves, dy), *(b.clone() for b in layer.buffers())]
+
+    first, second = step(), step()
+    assert found == [False, False, True, True]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        third = step()
+    graph.replay()
+    for wanted, *others in zip(first, second, third, strict=True):
+        for other in others:
+            assert torch.equal(wanted, other)
+    torch.compiler.reset()

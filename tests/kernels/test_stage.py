@@ -3,6 +3,7 @@
 import copy
 import ctypes
 import inspect
+import itertools
 import types
 
 import pytest
@@ -16,13 +17,16 @@ import modenorm
 from modenorm.kernels import (
     channel_plan,
     cpp_node,
+    cpp_operator,
     fused,
     fused_channels,
     launch,
     mode_plan,
+    operators,
     stage,
     tiles,
 )
+from modenorm.kernels.cpp_module import cpp_module
 from modenorm.kernels.layout import interpreting
 from modenorm.kernels.native import library
 
@@ -32,6 +36,8 @@ if library().library is None:
     pytest.skip("there is no C compiler", allow_module_level=True)
 
 U32, U64, ADDRESS = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_void_p
+NUMBERS = itertools.count(1000, 1000)
+"""Of operators, for each stand-in: C++ never forgets a call."""
 
 
 class Attribute(ctypes.Structure):
@@ -52,9 +58,10 @@ class Config(ctypes.Structure):
 class StandIn:
     """Looks like the CUDA driver, and runs the kernels it is given in the interpreter."""
 
-    def __init__(self, monkeypatch):
+    def __init__(self, monkeypatch, nodes):
         self.kernels, self.arrays, self.log, self.error = {}, (), [], 0
         self.in_cpp = False  # whose other arrays are all of float32
+        self.repeated = 0
         kind = ctypes.CFUNCTYPE(
             ctypes.c_int, ctypes.POINTER(Config), ADDRESS, ctypes.POINTER(ADDRESS), ADDRESS
         )
@@ -64,7 +71,7 @@ class StandIn:
         monkeypatch.setattr(stage, "interpreting", lambda: False)
         monkeypatch.setattr(stage, "current_stream", lambda x: 7)
         monkeypatch.setattr(stage, "DRIVER_IS_KNOWN", True)
-        for module in (fused, fused_channels):
+        for module in (fused, fused_channels, cpp_operator):
             monkeypatch.setattr(module, "current_stream", lambda x: 7)
         one_by_one, all_at_once = launch.Launch.__call__, stage.Stage.__call__
         make = cpp_node.make
@@ -86,6 +93,20 @@ class StandIn:
 
             return node and listening
 
+        first = next(NUMBERS)
+
+        def repeat(stream, number, *arguments):
+            self.see([a for a in arguments if isinstance(a, torch.Tensor)], in_cpp=True)
+            found = cpp_module().repeat(stream, first + number, *arguments)
+            self.repeated += found is not None
+            return found
+
+        def keep(task, shapes, owner, number, *arguments):
+            cpp_module().remember(task, shapes, owner, first + number, *arguments)
+
+        listening_module = types.SimpleNamespace(repeat=repeat, remember=keep)
+        known = listening_module if nodes == "C++" else None
+        monkeypatch.setattr(cpp_operator, "cpp_module", lambda: known)
         monkeypatch.setattr(cpp_node, "make", make_listening)
         monkeypatch.setattr(launch.Launch, "__call__", compile_first)
         monkeypatch.setattr(stage.Stage, "__call__", remember)
@@ -139,6 +160,8 @@ class StandIn:
         if kind in types_:
             return types_[kind].from_address(address).value
         target = U64.from_address(address).value
+        if target == 0:  # of an array without elements
+            return torch.empty(1)
         for array in self.arrays:
             start = target - array.data_ptr()
             if 0 <= start < array.numel() * array.element_size():
@@ -153,7 +176,7 @@ def stand_in(monkeypatch, nodes):
     clear = (mode_plan._plans.clear, channel_plan._plan.cache_clear)
     for each in clear:
         each()
-    yield StandIn(monkeypatch)
+    yield StandIn(monkeypatch, nodes)
     for each in clear:
         each()
 
@@ -237,6 +260,56 @@ def test_mode_group_norm(stand_in, variance, nodes):
     layer.gate_listener = heard.append
     assert torch.equal(layer(x), first[0])
     assert torch.allclose(heard[0].sum(-1), torch.ones(5, 6))
+
+
+LAYERS = {
+    "mode": lambda: modenorm.ModeNorm2d(6, 3),
+    "without more": lambda: modenorm.ModeNorm2d(6, 3, affine=False, track_running_stats=False),
+    "usage": lambda: modenorm.ModeNorm2d(6, 3, running_update="usage", momentum=0.3),
+    "group": lambda: modenorm.ModeGroupNorm(6, 3),
+    "pixel": lambda: modenorm.ModeGroupNorm(6, 3, variance="pixel"),
+}
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Layers as `torch.compile` has them on a GPU, but without Inductor."""
+    monkeypatch.setattr(operators, "available", lambda x: True)
+    torch.compiler.reset()
+    yield lambda layer: torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=False)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_operators(stand_in, traced, name, nodes):
+    """C++ repeats what it saw once, for these tensors and for others like them."""
+    layer = LAYERS[name]()
+    x, dy, other = (torch.randn(5, 6, 3, 4) for _ in range(3))
+    first = step(traced(layer), x, dy)
+    assert stand_in.repeated == 0
+    with_other = step(traced(layer), other, dy)
+    assert not torch.equal(with_other[0], first[0])
+    for given, wanted in ((x, first), (other, with_other)):
+        for a, b in zip(wanted, step(traced(layer), given, dy), strict=True):
+            assert torch.equal(a, b)
+    assert stand_in.repeated == (6 if nodes == "C++" else 0)
+    check_against(layer, x, dy, first)
+
+
+def check_against(layer, x, dy, found):
+    """The same step without `torch.compile`, whose map is rounded otherwise."""
+    for a, b in zip(step(layer, x, dy), found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_operators_of_one_tensor_twice(stand_in, nodes):
+    """Later ones may be two."""
+    x, gate = torch.randn(5, 6, 3, 4), (torch.randn(3, 6), torch.randn(3))
+    inputs = (None, *gate, None, None)
+    kept, *_ = operators.statistics(x, *inputs, *(None,) * 4, 1e-5, 0.1, False, False)
+    for _ in range(2):
+        operators.gradients(x, None, None, x, *inputs, kept, 1e-5)
+    assert stand_in.repeated == 0
 
 
 def test_a_thread_without_context(stand_in, monkeypatch):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from modenorm.kernels import plain
 from modenorm.kernels.channel_arrays import ChannelBackward, ChannelForward, Given
+from modenorm.kernels.cpp_operator import Work, repeated
 from modenorm.kernels.layout import as_dense, dense_like
 from modenorm.kernels.slab import channel_backward_slab, channel_forward_slab, channel_kept_slab
 
@@ -81,7 +82,8 @@ gradients = torch.ops.modenorm.channel_gradients.default
 
 
 @torch.library.impl(_LIBRARY, "channel_statistics", "CompositeExplicitAutograd")
-def _statistics(x: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+@repeated
+def _statistics(x: Tensor, *given: Any) -> Work:
     """The gates, what is kept for backward, and the map's scale and shift: two slabs."""
     from modenorm.kernels.channel_plan import channel_plan_for
 
@@ -89,11 +91,12 @@ def _statistics(x: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
     plan = channel_plan_for(x, inputs)
     gates = torch.empty(plan.gates_shape, device=x.device, dtype=torch.float32)
     kept, lines = plan.kept.allocate(x.device), plan.forward.allocate(x.device)
-    plan.run_mix(ChannelForward(x, *inputs[:4], gates, kept, lines, None))
-    return gates, kept, lines
+    arrays = ChannelForward(x, *inputs[:4], gates, kept, lines, None)
+    return Work((gates, kept, lines), plan.run_mix, arrays)
 
 
 @torch.library.impl(_LIBRARY, "channel_gradients", "CompositeExplicitAutograd")
+@repeated
 def _gradients(
     dy: Tensor,
     dgates: Tensor | None,
@@ -105,7 +108,7 @@ def _gradients(
     kept: Tensor,
     eps: float,
     pixel: bool,
-) -> tuple[Tensor, ...]:
+) -> Work:
     """A slab with scale, offset and slope of dx; the gate's, weight's and bias's gradients."""
     from modenorm.kernels.channel_plan import channel_plan_for
 
@@ -119,8 +122,7 @@ def _gradients(
     arrays = ChannelBackward(
         dense_like(dy, x), x, *inputs[:3], dgates, kept, lines, None, *places
     )  # fmt: skip
-    plan.run_mix_backward[dgates is None](arrays)
-    return lines, *found
+    return Work((lines, *found), plan.run_mix_backward[dgates is None], arrays)
 
 
 @torch.library.register_fake("modenorm::channel_statistics", lib=_LIBRARY)

@@ -19,7 +19,7 @@ from modenorm.buffers import recomputing
 from modenorm.checks import Options
 from modenorm.exchange import Ranks
 from modenorm.kernels import plain
-from modenorm.kernels.launch import current_stream, is_elsewhere
+from modenorm.kernels.device import current_stream, is_elsewhere
 from modenorm.kernels.layout import as_aligned, as_dense, dense_like, laid_out
 from modenorm.kernels.mode_arrays import (
     Backward,

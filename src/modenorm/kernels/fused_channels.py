@@ -11,7 +11,7 @@ from torch import Tensor
 from modenorm.kernels import plain
 from modenorm.kernels.channel_arrays import ChannelBackward, ChannelForward, Given
 from modenorm.kernels.channel_plan import channel_plan_for
-from modenorm.kernels.launch import current_stream, is_elsewhere
+from modenorm.kernels.device import current_stream, is_elsewhere
 from modenorm.kernels.layout import as_aligned, as_dense, dense_like, laid_out
 
 __all__ = ["mode_group_norm"]

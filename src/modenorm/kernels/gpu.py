@@ -17,6 +17,7 @@ import torch
 import triton
 from torch import Tensor
 
+from modenorm.kernels.device import current_stream
 from modenorm.kernels.gpu_flat_maps import flat_apply, flat_apply_backward
 from modenorm.kernels.gpu_lines import line_moments, line_reduce_backward
 from modenorm.kernels.gpu_passes import (
@@ -25,7 +26,7 @@ from modenorm.kernels.gpu_passes import (
     moments_kernel,
     reduce_backward_kernel,
 )
-from modenorm.kernels.launch import Launch, current_stream
+from modenorm.kernels.launch import Launch
 from modenorm.kernels.layout import as_planes, planes_like
 from modenorm.kernels.tiles import Geometry, Tile, lines_for, map_tile, moments_tile, reduce_tile
 

@@ -7,9 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from modenorm.kernels.device import on_device
 from modenorm.kernels.gpu_arrays import begin
 from modenorm.kernels.gpu_several import array_of, launch_for, padded, tile_of
-from modenorm.kernels.plan import aligned, on_device
+from modenorm.kernels.plan import aligned
 from modenorm.kernels.several import MOST_ARRAYS
 
 __all__ = ["entropies"]

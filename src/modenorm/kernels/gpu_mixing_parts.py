@@ -11,8 +11,9 @@ import functools
 import torch
 from torch import Tensor
 
+from modenorm.kernels.device import on_device
 from modenorm.kernels.gpu_mixing import Mixing
-from modenorm.kernels.plan import affine_kind, aligned, on_device, pointer
+from modenorm.kernels.plan import affine_kind, aligned, pointer
 
 __all__ = ["coefficients", "mode_gradients", "sample_gradients", "statistics", "takes"]
 

@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import triton
 from torch import Tensor
 
@@ -19,14 +18,7 @@ from modenorm.kernels.gpu_arrays import can_overlap
 from modenorm.kernels.layout import interpreting
 from modenorm.kernels.slab import Slot
 
-__all__ = [
-    "DRIVER_IS_KNOWN",
-    "Launch",
-    "Pointer",
-    "Recorder",
-    "current_stream",
-    "is_elsewhere",
-]
+__all__ = ["DRIVER_IS_KNOWN", "Launch", "Pointer", "Recorder"]
 
 DRIVER_IS_KNOWN = triton.__version__.startswith("3.6.")
 """Whether kernels are handed to the driver directly, and arrays as addresses."""
@@ -87,16 +79,6 @@ class Launch:
             self.compiled = self.kernel[self.grid](*pointers, *self.tail, **self.options)
             if self.direct:
                 self.start = _starter(self.compiled, self.grid)
-
-
-def is_elsewhere(x: Tensor) -> bool:
-    """Whether x is on another GPU than the current one."""
-    return x.is_cuda and x.get_device() != torch._C._cuda_getDevice()
-
-
-def current_stream(x: Tensor) -> int:
-    """The stream that kernels on x's device go to."""
-    return torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else 0
 
 
 def _starter(compiled: Any, grid: tuple[int, ...]) -> Callable[[int, tuple, tuple], None]:

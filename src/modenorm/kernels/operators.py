@@ -17,6 +17,7 @@ from torch import Tensor
 from modenorm import mixing
 from modenorm.checks import Options
 from modenorm.kernels import plain
+from modenorm.kernels.cpp_operator import Work, repeated
 from modenorm.kernels.layout import as_aligned, as_dense, dense_like
 from modenorm.kernels.mode_arrays import Backward, Forward, Found, Inputs, beside_output
 from modenorm.kernels.slab import Slab, backward_slab, forward_slab, kept_slab
@@ -122,6 +123,7 @@ gradients = torch.ops.modenorm.gradients.default
 
 
 @torch.library.impl(_LIBRARY, "statistics", "CompositeExplicitAutograd")
+@repeated
 def _statistics(
     x: Tensor,
     gates: Tensor | None,
@@ -137,7 +139,7 @@ def _statistics(
     momentum: float,
     by_usage: bool,
     usage_matters: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Work:
     """What is kept for backward, and the map's scale and shift: two slabs. The modes' usage."""
     from modenorm.kernels.mode_plan import plan_for
 
@@ -151,11 +153,12 @@ def _statistics(
     assert plan is not None  # all was seen to fit while tracing
     kept, lines = plan.kept.allocate(x.device), plan.forward.allocate(x.device)
     running, usage = (running_mean, running_var, tracked, share), _usage(x, inputs, usage_matters)
-    plan.run_mix(Forward(x, *inputs, *running, usage, gates, kept, lines, None))
-    return kept, lines, usage
+    arrays = Forward(x, *inputs, *running, usage, gates, kept, lines, None)
+    return Work((kept, lines, usage), plan.run_mix, arrays)
 
 
 @torch.library.impl(_LIBRARY, "gradients", "CompositeExplicitAutograd")
+@repeated
 def _gradients(
     dy: Tensor,
     dused: Tensor | None,
@@ -168,7 +171,7 @@ def _gradients(
     bias: Tensor | None,
     kept: Tensor,
     eps: float,
-) -> tuple[Tensor, ...]:
+) -> Work:
     """A slab with slope, offset and scale of dx; the inputs' gradients, of no size if none."""
     from modenorm.kernels.mode_plan import plan_for
 
@@ -183,8 +186,8 @@ def _gradients(
     lines = plan.backward.allocate(x.device)
     places = (gates, dused, dusage, kept, lines, None, dgates)
     arrays = Backward(dense_like(dy, x), x, *inputs, *places, *gradients)
-    plan.run_mix_backward[dused is not None, dusage is not None](arrays)
-    return lines, *found
+    stage = plan.run_mix_backward[dused is not None, dusage is not None]
+    return Work((lines, *found), stage, arrays)
 
 
 @torch.library.register_fake("modenorm::statistics", lib=_LIBRARY)

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
-import torch
 from torch import Tensor
 
 from modenorm.kernels.gpu import Geometry
-from modenorm.kernels.launch import Pointer, current_stream, is_elsewhere
+from modenorm.kernels.launch import Pointer
 from modenorm.kernels.layout import is_channels_last
 
-__all__ = [
-    "affine_kind",
-    "aligned",
-    "geometry_of",
-    "on_device",
-    "pointer",
-]
+__all__ = ["affine_kind", "aligned", "geometry_of", "pointer"]
 
 
 def geometry_of(x: Tensor) -> Geometry:
@@ -45,16 +35,3 @@ def aligned(tensors: tuple[Tensor | None, ...]) -> bool:
         if tensor is not None:
             bits |= tensor.data_ptr()
     return bits % 16 == 0
-
-
-@contextlib.contextmanager
-def _on_other_device(x: Tensor) -> Iterator[int]:
-    with torch.cuda.device(x.get_device()):
-        yield current_stream(x)
-
-
-def on_device(x: Tensor) -> contextlib.AbstractContextManager[int]:
-    """The stream to launch on, with x's device as the current one."""
-    if is_elsewhere(x):
-        return _on_other_device(x)
-    return contextlib.nullcontext(current_stream(x))

@@ -17,13 +17,8 @@ import torch
 
 from modenorm.kernels import cpp_node
 from modenorm.kernels.cpp_node import Task
-from modenorm.kernels.launch import (
-    DRIVER_IS_KNOWN,
-    Launch,
-    Recorder,
-    current_stream,
-    is_elsewhere,
-)
+from modenorm.kernels.device import current_stream, is_elsewhere
+from modenorm.kernels.launch import DRIVER_IS_KNOWN, Launch, Recorder
 from modenorm.kernels.layout import interpreting
 from modenorm.kernels.native import function_address, library
 from modenorm.kernels.slab import Slab, Slot
@@ -106,7 +101,6 @@ def node_of(
         inputs,
         changed,
         plainly,
-        enter_context=_enter_context,
         owner=sequences,
     )
 
@@ -160,8 +154,8 @@ class Sequence:
 
     @property
     def task(self) -> Task:
-        """The same for a node of C++."""
-        return Task(function_address("launch"), self._address)
+        """The same for C++."""
+        return Task(function_address("launch"), self._address, _enter_context)
 
     def __call__(self, stream: int, addresses: list[int]) -> None:
         """Launch on a stream, with the arrays at these addresses."""

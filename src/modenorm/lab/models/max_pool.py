@@ -75,7 +75,7 @@ def _kernels_serve(x: Tensor) -> bool:
 @torch.library.custom_op("modenorm::max_pool", mutates_args=())
 def max_pool(x: Tensor) -> tuple[Tensor, Tensor]:
     """Pool x (N, C, H, W); the second result is where in its window each maximum is, 0 to 8."""
-    from modenorm.kernels.plan import on_device
+    from modenorm.kernels.device import on_device
 
     (y, places), x = _empty_pool(x), _channels_last(x)
     with on_device(x) as stream:
@@ -92,7 +92,7 @@ def _empty_pool(x: Tensor) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op("modenorm::max_unpool", mutates_args=())
 def max_unpool(dy: Tensor, places: Tensor, height: int, width: int) -> Tensor:
     """The gradient of x (N, C, height, width): each of dy at its place, added up."""
-    from modenorm.kernels.plan import on_device
+    from modenorm.kernels.device import on_device
 
     dx = _empty_unpool(dy, places, height, width)
     dy, places = _channels_last(dy), _channels_last(places)

@@ -131,7 +131,7 @@ def _kernels_type(x: Tensor, weight: Tensor) -> torch.dtype | None:
 @torch.library.custom_op("modenorm::narrow_conv", mutates_args=())
 def narrow_conv(x: Tensor, weight: Tensor, transposed: bool) -> Tensor:
     """Convolve x (N, C, H, W) with 3×3 weights; transposed: from the result's gradient, x's."""
-    from modenorm.kernels.plan import on_device
+    from modenorm.kernels.device import on_device
 
     y, x = _empty_conv(x, weight, transposed), _channels_last(x)
     with on_device(x) as stream:
@@ -149,7 +149,7 @@ def _empty_conv(x: Tensor, weight: Tensor, transposed: bool) -> Tensor:
 @torch.library.custom_op("modenorm::narrow_conv_weight", mutates_args=())
 def narrow_conv_weight(x: Tensor, dy: Tensor, weight: Tensor) -> Tensor:
     """The gradient of the weights, which has their type and strides."""
-    from modenorm.kernels.plan import on_device
+    from modenorm.kernels.device import on_device
 
     x, dy, dweight = _channels_last(x), _channels_last(dy), torch.empty_like(weight)
     with on_device(x) as stream:
