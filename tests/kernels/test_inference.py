@@ -9,7 +9,7 @@ import modenorm
 from modenorm.kernels import mode_plan, tiles
 from modenorm.kernels.gpu import Geometry
 from modenorm.kernels.plan import geometry_of
-from modenorm.kernels.tiles import one_launch
+from modenorm.kernels.tiles import in_pieces, one_launch
 
 SHAPES = {
     "2d": (6, 37),
@@ -21,6 +21,7 @@ SHAPES = {
     "even": (2, 16, 4, 8),
     "volume": (3, 6, 2, 3, 2),
     "long": (2, 3, 23, 25),
+    "rows": (2, 7, 12, 24),
 }
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 
@@ -102,6 +103,15 @@ def test_values_in_several_steps(device, small_tiles, shape, dtype, channels_las
     assert_right(layer_for(shape, 2, device), tensor(shape, device, dtype, channels_last))
 
 
+@pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
+@pytest.mark.parametrize("shape", [(2, 7, 12, 24), (3, 5, 16, 16), (2, 9, 16)], ids=str)
+def test_rows_in_several_steps(device, small_tiles, monkeypatch, shape, dtype):
+    monkeypatch.setattr(tiles, "SHORT_ROW", 16)
+    x = tensor(shape, device, dtype)
+    assert not in_pieces(geometry_of(x), 5)
+    assert_right(layer_for(shape, 5, device), x)
+
+
 @pytest.mark.parametrize("channels_last", [False, True], ids=["first", "last"])
 @pytest.mark.parametrize("options", [{"per_mode_affine": True}, {"affine": False}], ids=str)
 def test_values_with_options(device, options, channels_last):
@@ -172,24 +182,29 @@ def test_results_repeat(device, channels_last):
     assert torch.equal(first[1], second[1])
 
 
+BOTH, LAST, NEITHER = (True, True), (False, True), (False, False)
+"""Channels first, last."""
+
+
 @pytest.mark.parametrize(
     ("samples", "channels", "positions", "dtype", "num_modes", "wanted"),
     [
-        (1, 16, 1024, torch.float32, 2, True),  # small
-        (128, 64, 1024, torch.float32, 2, True),
-        (256, 2048, 49, torch.float32, 2, True),
-        (256, 2048, 49, torch.float32, 9, False),  # a sum for each mode in registers
-        (32, 64, 1024, torch.float32, 2, False),  # processors idle
-        (140, 64, 1024, torch.float32, 2, True),
-        (256, 256, 3136, torch.bfloat16, 2, False),  # leaves the caches
-        (256, 1024, 196, torch.float32, 2, True),
-        (128, 64, 1024, torch.bfloat16, 8, True),
+        (1, 16, 1024, torch.float32, 2, BOTH),  # small
+        (128, 64, 1024, torch.float32, 2, BOTH),
+        (256, 2048, 49, torch.float32, 2, LAST),
+        (256, 2048, 49, torch.bfloat16, 2, BOTH),
+        (256, 2048, 49, torch.float32, 9, NEITHER),  # a sum for each mode in registers
+        (32, 64, 1024, torch.float32, 2, NEITHER),  # processors idle
+        (140, 64, 1024, torch.float32, 2, BOTH),
+        (256, 256, 3136, torch.bfloat16, 2, NEITHER),  # leaves the caches
+        (256, 1024, 196, torch.float32, 2, LAST),
+        (128, 64, 1024, torch.bfloat16, 8, BOTH),
     ],
 )
 def test_when_it_is_used(samples, channels, positions, dtype, num_modes, wanted):
     for channels_last in (False, True):
         geometry = Geometry(samples, channels, positions, channels_last, dtype)
-        assert one_launch(geometry, num_modes) == wanted
+        assert one_launch(geometry, num_modes) == wanted[channels_last]
 
 
 def test_many_modes():

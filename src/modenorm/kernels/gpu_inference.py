@@ -4,10 +4,11 @@ A program reads its sample for the gate's logits, mixes the running estimates, a
 again for the map, from the end to the start: by then caches hold the sample, or its end. The first
 time it reads a tile ahead; without that, compilers let loads wait for each other.
 
-A logit is a sum over all of x, each number times the weight of its channel, and the map
-(x − centre) · scale + shift is the same for any centre; one amid the estimates costs no digits. So
-no means are needed, and channels first a sample is one row of numbers, read in pieces of 16 bytes
-whatever the number of positions is: a piece has numbers of one channel, or of one and the next.
+Tiles of channels and positions, if channels lie last or rows of positions are long, are summed to
+the channels' sums first. Pieces of 16 bytes, from short rows of any length, are summed to logits at
+once: a logit is a sum over all of x, each number times the weight of its channel, and a piece has
+numbers of one channel, or of one and the next. No means are needed: the map
+(x − centre) · scale + shift is the same for any centre, and one amid the estimates costs no digits.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from modenorm.kernels.gpu_arrays import begin
+from modenorm.kernels.gpu_arrays import begin, load_rows
 from modenorm.kernels.launch import Launch
-from modenorm.kernels.tiles import Geometry, inference_tile, power_of_two_in
+from modenorm.kernels.tiles import Geometry, in_pieces, inference_tile, power_of_two_in
 
 __all__ = ["inference_launch", "lines_shape"]
 
@@ -42,46 +43,82 @@ def _inference_kernel(
     PER_MODE: tl.constexpr,
     NUM_MODES: tl.constexpr,
     CENTRED: tl.constexpr,  # half types are too coarse for a centre to save any digits
+    PIECES: tl.constexpr,
     CHANNELS_LAST: tl.constexpr,
-    SPLIT: tl.constexpr,  # channels first: a piece may have numbers of two channels
-    DIVIDES: tl.constexpr,  # channels last: C, else the size of a sample
+    SPLIT: tl.constexpr,  # a piece may have numbers of two channels
+    DIVIDES: tl.constexpr,  # pieces: the size of a sample, else what is contiguous
+    SINGLE: tl.constexpr,  # a block holds all channels
+    BLOCK_K: tl.constexpr,
     BLOCK_C: tl.constexpr,  # where a thread has one channel
-    ROWS: tl.constexpr,  # of a tile: positions if CHANNELS_LAST, else pieces
-    WIDTH: tl.constexpr,  # of a tile: channels if CHANNELS_LAST, else numbers of a piece
+    ROWS: tl.constexpr,  # of a tile: positions, or pieces
+    WIDTH: tl.constexpr,  # of a tile: channels, or numbers of a piece
     OVERLAPS: tl.constexpr,
 ):
     begin(OVERLAPS)
     sample = tl.program_id(0).to(tl.int64)
+    # see _hinted in gpu_passes.py
     if CHANNELS_LAST:
-        num_channels = num_channels // DIVIDES * DIVIDES  # see _hinted in gpu_passes.py
-        size = num_channels * num_positions
-    else:
-        size = num_channels * num_positions // DIVIDES * DIVIDES
+        num_channels = num_channels // DIVIDES * DIVIDES
+    elif not PIECES:
+        num_positions = num_positions // DIVIDES * DIVIDES
+    size = num_channels * num_positions
+    if PIECES:
+        size = size // DIVIDES * DIVIDES
     x_ptr += sample * size
     y_ptr += sample * size
     lines_ptr += sample * num_channels * 4
-    if CHANNELS_LAST:
-        _store_sums(x_ptr, lines_ptr + 3, num_channels, num_positions, ROWS, WIDTH)
-        tl.debug_barrier()  # other threads read what was stored
-        sums = _sums_last(lines_ptr + 3, gate_weight_ptr, num_channels, NUM_MODES, BLOCK_C)
+    modes = tl.arange(0, BLOCK_K)
+    mask_k = modes < NUM_MODES
+    if PIECES:
+        sums = _sums_of_pieces(
+            x_ptr, gate_weight_ptr, num_channels, num_positions, size,
+            NUM_MODES, BLOCK_K, SPLIT, ROWS, WIDTH,
+        )  # fmt: skip
     else:
-        sums = _sums_first(
-            x_ptr, gate_weight_ptr, num_channels, num_positions, size, NUM_MODES, SPLIT, ROWS, WIDTH
-        )
-    gates = _gates(sums, gate_bias_ptr, num_positions, NUM_MODES)
-    for mode in tl.static_range(NUM_MODES):
-        tl.store(gates_ptr + sample * NUM_MODES + mode, gates[mode])
+        if CHANNELS_LAST:
+            _store_sums(x_ptr, lines_ptr + 3, num_channels, num_positions, ROWS, WIDTH)
+        else:
+            _store_row_sums(x_ptr, lines_ptr + 3, num_channels, num_positions, ROWS, WIDTH)
+        tl.debug_barrier()  # other threads read what was stored
+        if SINGLE:
+            channels = tl.arange(0, BLOCK_C)
+            mask_c = channels < num_channels
+            weight = load_rows(gate_weight_ptr, modes, channels, mask_k, mask_c, num_channels)
+            found = tl.load(lines_ptr + 3 + channels * 4, mask=mask_c, other=0.0)
+            sums = tl.sum(weight * found[None, :], 1)
+        else:
+            sums = _sums_of_channels(
+                lines_ptr + 3, gate_weight_ptr, num_channels, NUM_MODES, BLOCK_K, BLOCK_C
+            )
+    logits = sums / num_positions + tl.load(gate_bias_ptr + modes, mask=mask_k, other=0.0)
+    logits = tl.where(mask_k, logits, float("-inf"))
+    powers = tl.exp(logits - tl.max(logits, 0))
+    gates = powers / tl.sum(powers, 0)
+    gates_ptr += sample * NUM_MODES
+    tl.store(gates_ptr + modes, gates, mask=mask_k)
+    tl.debug_barrier()
     for first in range(0, num_channels, BLOCK_C):
         _store_lines(
-            first + tl.arange(0, BLOCK_C), gates, mode_mean_ptr, mode_var_ptr, weight_ptr, bias_ptr,
-            lines_ptr, num_channels, eps, HAS_WEIGHT, HAS_BIAS, PER_MODE, NUM_MODES, CENTRED,
+            first + tl.arange(0, BLOCK_C), gates_ptr, mode_mean_ptr, mode_var_ptr, weight_ptr,
+            bias_ptr, lines_ptr, num_channels, eps,
+            HAS_WEIGHT, HAS_BIAS, PER_MODE, NUM_MODES, CENTRED,
         )  # fmt: skip
     tl.debug_barrier()
-    if CHANNELS_LAST:
-        _map_last(x_ptr, y_ptr, lines_ptr, num_channels, num_positions, CENTRED, ROWS, WIDTH)
-    else:
-        _map_first(
+    if PIECES:
+        _map_pieces(
             x_ptr, y_ptr, lines_ptr, num_channels, num_positions, size, CENTRED, SPLIT, ROWS, WIDTH
+        )
+    else:
+        _map_tiles(
+            x_ptr,
+            y_ptr,
+            lines_ptr,
+            num_channels,
+            num_positions,
+            CENTRED,
+            CHANNELS_LAST,
+            ROWS,
+            WIDTH,
         )
 
 
@@ -131,26 +168,64 @@ def _load_last(x_ptr, first, channels, num_channels, num_positions, BLOCK_P: tl.
 
 
 @triton.jit
-def _sums_last(
-    sums_ptr, gate_weight_ptr, num_channels, NUM_MODES: tl.constexpr, BLOCK_C: tl.constexpr
+def _store_row_sums(
+    x_ptr, sums_ptr, num_channels, num_positions, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr
 ):
-    """Sums over a sample, one for each mode, still spread over channels."""
+    """The same of rows that fit a tile."""
+    ahead = _load_rows(x_ptr, 0, num_channels, num_positions, BLOCK_P, BLOCK_C)
+    for first in range(0, num_channels, BLOCK_C):
+        x = ahead.to(tl.float32)
+        ahead = _load_rows(x_ptr, first + BLOCK_C, num_channels, num_positions, BLOCK_P, BLOCK_C)
+        channels = first + tl.arange(0, BLOCK_C)
+        tl.store(sums_ptr + channels * 4, tl.sum(x, 1), mask=channels < num_channels)
+
+
+@triton.jit
+def _load_rows(
+    x_ptr, first, num_channels, num_positions, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr
+):
+    channels, positions = first + tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_P)
+    mask = (channels < num_channels)[:, None] & (positions < num_positions)[None, :]
+    offs = channels[:, None] * num_positions + positions[None, :]
+    return tl.load(x_ptr + offs, mask=mask, other=0.0)
+
+
+@triton.jit
+def _sums_of_channels(
+    sums_ptr,
+    gate_weight_ptr,
+    num_channels,
+    NUM_MODES: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Sums over a sample, one for each mode."""
     sums = _zeros(NUM_MODES, BLOCK_C)
     for first in range(0, num_channels, BLOCK_C):
         channels = first + tl.arange(0, BLOCK_C)
         found = tl.load(sums_ptr + channels * 4, mask=channels < num_channels, other=0.0)
         sums = _add(sums, found, gate_weight_ptr, channels, num_channels, NUM_MODES)
-    return sums
+    return _joined(sums, NUM_MODES, BLOCK_K)
 
 
 @triton.jit
-def _map_last(
+def _joined(sums, NUM_MODES: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The modes' sums, which are spread over threads, as one vector."""
+    found = tl.zeros([BLOCK_K], tl.float32)
+    for mode in tl.static_range(NUM_MODES):
+        found = tl.where(tl.arange(0, BLOCK_K) == mode, tl.sum(sums[mode], 0), found)
+    return found
+
+
+@triton.jit
+def _map_tiles(
     x_ptr,
     y_ptr,
     lines_ptr,
     num_channels,
     num_positions,
     CENTRED: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
@@ -165,7 +240,10 @@ def _map_last(
             centre = tl.load(line_ptrs, mask=mask_c, other=0.0)[None, :]
         for step in range(num_steps):
             positions = (num_steps - 1 - step) * BLOCK_P + tl.arange(0, BLOCK_P)
-            offs = positions[:, None] * num_channels + channels[None, :]
+            if CHANNELS_LAST:
+                offs = positions[:, None] * num_channels + channels[None, :]
+            else:
+                offs = channels[None, :] * num_positions + positions[:, None]
             mask = (positions < num_positions)[:, None] & mask_c[None, :]
             x = tl.load(x_ptr + offs, mask=mask, other=0.0).to(tl.float32)
             if CENTRED:
@@ -189,18 +267,19 @@ def _pieces(first, num_channels, num_positions, ROWS: tl.constexpr, WIDTH: tl.co
 
 
 @triton.jit
-def _sums_first(
+def _sums_of_pieces(
     x_ptr,
     gate_weight_ptr,
     num_channels,
     num_positions,
     size,
     NUM_MODES: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Sums over a sample, one for each mode, still spread over pieces."""
+    """Sums over a sample, one for each mode."""
     sums = _zeros(NUM_MODES, ROWS)
     offs, _, _ = _pieces(0, num_channels, num_positions, ROWS, WIDTH)
     ahead = tl.load(x_ptr + offs, mask=offs < size, other=0.0)
@@ -214,11 +293,11 @@ def _sums_first(
             sums = _add(sums, after, gate_weight_ptr, channels + 1, num_channels, NUM_MODES)
             x = tl.where(own, x, 0.0)
         sums = _add(sums, tl.sum(x, 1), gate_weight_ptr, channels, num_channels, NUM_MODES)
-    return sums
+    return _joined(sums, NUM_MODES, BLOCK_K)
 
 
 @triton.jit
-def _map_first(
+def _map_pieces(
     x_ptr,
     y_ptr,
     lines_ptr,
@@ -250,27 +329,9 @@ def _mapped(x, line_ptrs, CENTRED: tl.constexpr):
 
 
 @triton.jit
-def _gates(sums, gate_bias_ptr, num_positions, NUM_MODES: tl.constexpr):
-    """The softmax over the modes, a number for each."""
-    logits = tl.tuple(())
-    top = float("-inf")
-    for mode in tl.static_range(NUM_MODES):
-        logit = tl.sum(sums[mode], 0) / num_positions + tl.load(gate_bias_ptr + mode)
-        top = tl.maximum(top, logit)
-        logits += (logit,)
-    total = 0.0
-    for mode in tl.static_range(NUM_MODES):
-        total += tl.exp(logits[mode] - top)
-    gates = tl.tuple(())
-    for mode in tl.static_range(NUM_MODES):
-        gates += (tl.exp(logits[mode] - top) / total,)
-    return gates
-
-
-@triton.jit
 def _store_lines(
     channels,
-    gates,
+    gates_ptr,
     mode_mean_ptr,
     mode_var_ptr,
     weight_ptr,
@@ -284,7 +345,7 @@ def _store_lines(
     NUM_MODES: tl.constexpr,
     CENTRED: tl.constexpr,
 ):
-    """Centre, scale and shift of some channels."""
+    """Centre, scale and shift of some channels, one mode after the other."""
     mask = channels < num_channels
     centre = tl.zeros(channels.shape, tl.float32)
     if CENTRED:
@@ -292,7 +353,7 @@ def _store_lines(
             mode_mean = tl.load(
                 mode_mean_ptr + mode * num_channels + channels, mask=mask, other=0.0
             )
-            centre += gates[mode] * mode_mean
+            centre += tl.load(gates_ptr + mode) * mode_mean
     scale = tl.zeros(channels.shape, tl.float32)
     shift = tl.zeros(channels.shape, tl.float32)
     if HAS_BIAS and not PER_MODE:
@@ -300,14 +361,15 @@ def _store_lines(
     for mode in tl.static_range(NUM_MODES):
         offs = mode * num_channels + channels
         affine = offs if PER_MODE else channels
+        gate = tl.load(gates_ptr + mode)
         mode_mean = tl.load(mode_mean_ptr + offs, mask=mask, other=0.0)
-        term = gates[mode] * tl.rsqrt(tl.load(mode_var_ptr + offs, mask=mask, other=1.0) + eps)
+        term = gate * tl.rsqrt(tl.load(mode_var_ptr + offs, mask=mask, other=1.0) + eps)
         if HAS_WEIGHT:
             term *= tl.load(weight_ptr + affine, mask=mask, other=0.0)
         scale += term
         shift += term * (centre - mode_mean)
         if HAS_BIAS and PER_MODE:
-            shift += gates[mode] * tl.load(bias_ptr + affine, mask=mask, other=0.0)
+            shift += gate * tl.load(bias_ptr + affine, mask=mask, other=0.0)
     tl.store(lines_ptr + channels * 4, centre, mask=mask)
     tl.store(lines_ptr + channels * 4 + 1, scale, mask=mask)
     tl.store(lines_ptr + channels * 4 + 2, shift, mask=mask)
@@ -321,14 +383,15 @@ def inference_launch(
     direct: bool,
 ) -> Launch:
     """The launch for tensors of one geometry; affine: see `Mixing`, direct: see `Launch`."""
-    samples, channels, positions, channels_last, dtype = geometry
-    tile = inference_tile(geometry, num_modes)
-    rows, width = (tile.positions, tile.rows) if channels_last else (tile.rows, tile.positions)
-    split = not channels_last and positions % width != 0
-    divides = power_of_two_in(channels if channels_last else channels * positions)
-    layout = (dtype.itemsize == 4, channels_last, split, divides)
-    constants = (*affine, num_modes, *layout, 32 * tile.num_warps, rows, width)
-    sizes = (channels, positions, eps)
+    samples, channels, positions, last, dtype = geometry
+    tile, pieces = inference_tile(geometry, num_modes), in_pieces(geometry, num_modes)
+    rows, width = (tile.rows, tile.positions) if pieces else (tile.positions, tile.rows)
+    contiguous = channels * positions if pieces else channels if last else positions
+    layout = (dtype.itemsize == 4, pieces, last, pieces and positions % width != 0)
+    modes = triton.next_power_of_2(num_modes)
+    block = min(triton.next_power_of_2(channels), 32 * tile.num_warps)
+    blocks = (power_of_two_in(contiguous), channels <= block, modes, block, rows, width)
+    sizes, constants = (channels, positions, eps), (*affine, num_modes, *layout, *blocks)
     return Launch(_inference_kernel, (samples,), sizes, constants, tile.num_warps, direct)
 
 

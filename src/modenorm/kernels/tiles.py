@@ -11,6 +11,7 @@ __all__ = [
     "Geometry",
     "Lines",
     "Tile",
+    "in_pieces",
     "inference_tile",
     "lines_for",
     "map_tile",
@@ -147,14 +148,18 @@ PROCESSORS = 132
 MOST_MODES = 8
 INFERENCE_WARPS, INFERENCE_BYTES = 8, 64
 """Warps of a program, most bytes that a thread reads at once."""
+SHORT_ROW, LONG_ROW = 512, 16 << 10
+"""Bytes of rows of positions that are read in tiles."""
 
 
 def one_launch(geometry: Geometry, num_modes: int) -> bool:
     """Whether evaluation is one launch; if not, two passes with the mixing between them."""
     size, samples = _sample_bytes(geometry), geometry.num_samples
     largest = LARGEST_SAMPLE
-    if not geometry.channels_last and num_modes > 2:  # a sum for each mode in every thread
+    if not geometry.channels_last and num_modes > 2:
         largest = min(largest, 2 * SMALL_SAMPLE)
+    elif not geometry.channels_last and geometry.dtype.itemsize == 4:
+        largest = min(largest, 4 * SMALL_SAMPLE)
     if num_modes > MOST_MODES or size > largest:
         return False
     row = geometry.num_channels * geometry.dtype.itemsize
@@ -163,24 +168,38 @@ def one_launch(geometry: Geometry, num_modes: int) -> bool:
     return size <= SMALL_SAMPLE or samples >= PROCESSORS // 2
 
 
+def in_pieces(geometry: Geometry, num_modes: int) -> bool:
+    """Whether evaluation in one launch reads a sample in pieces, not in tiles."""
+    if geometry.channels_last:
+        return False
+    row = geometry.num_positions * geometry.dtype.itemsize
+    return num_modes <= 2 or row % 16 != 0 or not SHORT_ROW <= row <= LONG_ROW
+
+
 def _sample_bytes(geometry: Geometry) -> int:
     return geometry.num_channels * geometry.num_positions * geometry.dtype.itemsize
 
 
 def inference_tile(geometry: Geometry, num_modes: int) -> Tile:
-    """The tile of evaluation in one launch; channels first, rows are pieces of up to 16 bytes.
+    """The tile of evaluation in one launch; rows are pieces of up to 16 bytes, if it has such.
 
     A piece is no longer than a channel, so it has numbers of two channels at most.
     """
-    _, channels, positions, channels_last, dtype = geometry
+    samples, channels, positions, channels_last, dtype = geometry
+    pieces, large = in_pieces(geometry, num_modes), _sample_bytes(geometry) > SMALL_SAMPLE
     size = triton.next_power_of_2(channels * positions)
-    large = not channels_last and num_modes <= 2 and _sample_bytes(geometry) > SMALL_SAMPLE
-    num_warps = min(2 * INFERENCE_WARPS if large else INFERENCE_WARPS, max(1, size // 512))
+    many = large and (not channels_last or (dtype.itemsize == 4 and positions <= 64))
+    num_warps = min(2 * INFERENCE_WARPS if many else INFERENCE_WARPS, max(1, size // 512))
     most = 32 * num_warps * INFERENCE_BYTES // dtype.itemsize
     if channels_last:
+        if large and samples <= PROCESSORS:
+            most *= 2
         rows, columns = map(triton.next_power_of_2, (channels, positions))
         return _columns_tile(rows, columns, most, most, num_warps)
-    if num_modes > 2:
+    if not pieces:
+        rows, columns = map(triton.next_power_of_2, (channels, positions))
+        return Tile(min(rows, max(1, most // columns)), columns, num_warps)
+    if num_modes > 2 or (large and dtype.itemsize == 2):
         most //= 2  # pieces have a sum for each mode
     width = min(16 // dtype.itemsize, triton.next_power_of_2(positions + 1) // 2)
     return Tile(min(size, most) // width, width, num_warps)
