@@ -60,10 +60,13 @@ class Mixing:
         wide = min(channels, max(16, 8192 // modes))
         # tiles of samples_backward and modes_backward, which hold more numbers in registers
         less_wide = min(channels, max(16, 4096 // modes))
-        block, walk, sum_warps = _sum_tile(samples, channels, num_modes)
+        many = num_channels * num_modes >= 8192
+        block = min(channels, 32 if many else 16)
+        walk = min(samples, 4096 // block)
+        short_walk = min(walk, 64) if many else walk
         by_mode = (triton.cdiv(num_channels, block), num_modes)
         narrow = min(channels, 128)
-        few = min(samples, 8)
+        few = min(samples, 4)
         sizes = (num_samples, num_channels, num_modes)
         self.gates = Launch(
             gates_kernel,
@@ -78,7 +81,7 @@ class Mixing:
             by_mode,
             (*sizes, momentum),
             (*running, has_usage, walk, block),
-            sum_warps,
+            4 if many else 8,
             direct,
         )
         self.coefficients = Launch(
@@ -86,15 +89,15 @@ class Mixing:
             (triton.cdiv(num_samples, few), triton.cdiv(num_channels, narrow)),
             (num_samples, num_channels, eps),
             (*affine, num_modes, few, narrow),
-            1,
+            _warps(few, narrow, 64),
             direct,
         )
         self.modes_backward = Launch(
             modes_backward_kernel,
             by_mode,
             (*sizes, eps),
-            (*affine, walk, block),
-            sum_warps,
+            (*affine, short_walk, block),
+            4,
             direct,
         )
         whole = less_wide >= num_channels
@@ -118,20 +121,11 @@ class Mixing:
                 by_mode,
                 sizes,
                 (has_gate, has_weight and not per_mode, late, walk, modes, block),
-                sum_warps,
+                4,
                 direct,
             )
             for late in (False, True)
         )
-
-
-def _sum_tile(samples: int, channels: int, num_modes: int) -> tuple[int, int, int]:
-    """Channels, samples and warps of sums over samples; the more programs, the smaller they are."""
-    if channels * num_modes >= 16384:
-        return 32, min(samples, 32), 1
-    if channels * num_modes >= 8192:
-        return min(channels, 32), min(samples, 64), 2
-    return min(channels, 16), min(samples, 256), 4
 
 
 def _warps(rows: int, channels: int, numbers: int) -> int:
@@ -141,5 +135,4 @@ def _warps(rows: int, channels: int, numbers: int) -> int:
     shared memory to meet: each such exchange ends a group of loads that wait together. More, if
     a thread would hold more than so many numbers of a tile.
     """
-    most = 8 if rows <= 2 else 4
-    return min(most, max(1, channels // 128, rows * channels // (32 * numbers)))
+    return min(4, max(1, channels // 128, rows * channels // (32 * numbers)))

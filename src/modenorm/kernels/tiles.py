@@ -117,7 +117,7 @@ REDUCE_2_BYTES = (
     Rule(1024, 16, 16, 16384, 4),
     Rule(1024, 64, 32, 4096, 4),
     Rule(1024, 256, 64, 4096, 4),
-    Rule(1024, ANY, 128, 2048, 2),
+    Rule(1024, ANY, 128, 2048, 1),
     Rule(ANY, ANY, 64, 8192, 4),
 )
 MOMENTS_4_BYTES = (
@@ -230,6 +230,9 @@ def map_tile(geometry: Geometry, backward: bool) -> Tile:
     """The tile of `apply` and `apply_backward`."""
     rows, positions, wide = _extent(geometry)
     if geometry.channels_last:
+        if rows >= 512 and positions > 64 and not wide:
+            tile = (128, 512, 1) if backward else (128, 8192, 8)
+            return _columns_tile(rows, positions, *tile)
         return _columns_tile(rows, positions, 64, 1024 if wide or backward else 2048, 4)
     if positions < 512:
         return Tile(min(rows, (1024 if positions > 128 else 512) // positions), positions, 1)
