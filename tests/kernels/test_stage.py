@@ -312,6 +312,17 @@ def test_operators_of_one_tensor_twice(stand_in, nodes):
     assert stand_in.repeated == 0
 
 
+def test_operators_on_another_gpu(stand_in, monkeypatch):
+    """C++ runs on the current one: what it can't repeat does not fill its memory."""
+    remembered = itertools.count()
+    monkeypatch.setattr(cpp_operator, "_remembered", remembered)
+    monkeypatch.setattr(cpp_operator, "is_elsewhere", lambda x: True)
+    given = torch.randn(5, 6, 3, 4), None, torch.randn(3, 6), torch.randn(3), *(None,) * 6
+    for _ in range(3):
+        operators.statistics(*given, 1e-5, 0.1, False, False)
+    assert next(remembered) == stand_in.repeated == 0
+
+
 def test_a_thread_without_context(stand_in, monkeypatch):
     torch.manual_seed(0)
     layer, x = modenorm.ModeNorm2d(6), torch.randn(5, 6, 3, 4)

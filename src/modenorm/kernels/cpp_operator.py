@@ -45,8 +45,9 @@ def repeated(operator: Callable[..., Work]) -> Callable[..., tuple[Tensor, ...]]
 
     @functools.wraps(operator)
     def run(*arguments: Any) -> tuple[Tensor, ...]:
-        module, first = cpp_module(), arguments[0]
-        if module is not None and not is_elsewhere(first):
+        first = arguments[0]
+        module = None if is_elsewhere(first) else cpp_module()
+        if module is not None:
             found = module.repeat(current_stream(first), number, *arguments)
             if found is not None:
                 return found
