@@ -1,5 +1,6 @@
 """Gates of one's own: the mixing between two streaming nodes, made of the fused node's launches."""
 
+import contextlib
 import copy
 
 import pytest
@@ -8,7 +9,9 @@ from test_fused import MODES, assert_close, gradients, layer_for, tensor
 from torch import nn
 
 import modenorm
+from modenorm.kernels import device as devices
 from modenorm.kernels import gpu_mixing_parts, mixing_node, mixing_parts
+from modenorm.kernels.launch import Launch
 
 PARTS = ("statistics", "coefficients", "mode_gradients", "sample_gradients")
 AFFINE = {"shared": {}, "per mode": {"per_mode_affine": True}, "none": {"affine": False}}
@@ -213,3 +216,28 @@ def test_results_repeat(device):
     first, second = (gradients(layer, x, x.sin()) for _ in range(2))
     assert torch.equal(first[0], second[0])
     assert all(torch.equal(a, b) for a, b in zip(first[1], second[1], strict=True))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_another_gpu(device, monkeypatch, training):
+    """Launches go to the GPU that the tensors are on, not to the current one."""
+    inside, launched, launch = [], [], Launch.__call__
+
+    @contextlib.contextmanager
+    def on_other_device(x):
+        inside.append(x)
+        yield devices.current_stream(x)
+        inside.pop()
+
+    def listening(this, stream, *pointers):
+        launched.append(bool(inside))
+        launch(this, stream, *pointers)
+
+    monkeypatch.setattr(devices, "is_elsewhere", lambda x: True)
+    monkeypatch.setattr(devices, "_on_other_device", on_other_device)
+    monkeypatch.setattr(Launch, "__call__", listening)
+    x = torch.randn(5, 6, 3, 4, device=device, requires_grad=True)
+    layer = modenorm.ModeNorm2d(6, 3, gate=TwoLayers).to(device).train(training)
+    layer(x).square().sum().backward()
+    assert len(launched) == (9 if training else 4)
+    assert all(launched)

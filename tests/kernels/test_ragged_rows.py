@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from modenorm.kernels import gpu
+from modenorm.kernels.device import current_stream
 from modenorm.kernels.gpu import Geometry, Passes
 from modenorm.kernels.tiles import lines_for
 
@@ -48,7 +49,7 @@ def test_apply_backward(arrays, shape, dtype, with_x):
     dy, x, centre, scale, slope, offset = arrays(shape, dtype)
     passes, dx = Passes(Geometry(*shape, False, dtype), direct=False), torch.empty_like(x)
     launch = passes.apply_backward if with_x else passes.apply_backward_without_x
-    launch(gpu.current_stream(x), dy, x, centre, scale, slope, offset, dx)
+    launch(current_stream(x), dy, x, centre, scale, slope, offset, dx)
     wanted = dy.double() * scale[..., None] + offset[..., None]
     if with_x:
         wanted += (x.double() - centre[..., None]) * slope[..., None]

@@ -17,7 +17,7 @@ import torch
 import triton
 from torch import Tensor
 
-from modenorm.kernels.device import current_stream
+from modenorm.kernels.device import on_device
 from modenorm.kernels.gpu_flat_maps import flat_apply, flat_apply_backward
 from modenorm.kernels.gpu_lines import line_moments, line_reduce_backward
 from modenorm.kernels.gpu_passes import (
@@ -114,18 +114,17 @@ def moments(x: Tensor, with_var: bool = True) -> tuple[Tensor, Tensor | None]:
     passes, (view,) = _passes_for([x], [])
     mean = torch.empty(x.shape[:2], device=x.device, dtype=torch.float32)
     var = torch.empty_like(mean)
-    if not with_var:
-        passes.mean(current_stream(x), view, mean, var)
-        return mean, None
-    passes.moments(current_stream(x), view, mean, var)
-    return mean, var
+    with on_device(x) as stream:
+        (passes.moments if with_var else passes.mean)(stream, view, mean, var)
+    return mean, var if with_var else None
 
 
 def apply(x: Tensor, centre: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """Y = (x − centre) · scale + shift. Reads x, writes y."""
     y = torch.empty_like(x)
     passes, (view, out, *rows) = _passes_for([x, y], [centre, scale, shift])
-    passes.apply(current_stream(x), view, *rows, out)
+    with on_device(x) as stream:
+        passes.apply(stream, view, *rows, out)
     return y
 
 
@@ -134,7 +133,8 @@ def reduce_backward(dy: Tensor, x: Tensor, centre: Tensor) -> tuple[Tensor, Tens
     passes, (view, upstream, rows) = _passes_for([x, dy], [centre])
     total = torch.empty(x.shape[:2], device=x.device, dtype=torch.float32)
     product = torch.empty_like(total)
-    passes.reduce_backward(current_stream(x), upstream, view, rows, total, product)
+    with on_device(x) as stream:
+        passes.reduce_backward(stream, upstream, view, rows, total, product)
     return total, product
 
 
@@ -144,5 +144,6 @@ def apply_backward(
     """Dx = scale · dy + slope · (x − centre) + offset. Reads dy and x, writes dx."""
     dx = torch.empty_like(x)
     passes, (view, upstream, out, *rows) = _passes_for([x, dy, dx], [centre, scale, slope, offset])
-    passes.apply_backward(current_stream(x), upstream, view, *rows, out)
+    with on_device(x) as stream:
+        passes.apply_backward(stream, upstream, view, *rows, out)
     return dx
