@@ -147,7 +147,7 @@ def normalize_channels(
             )
             pooled, _ = plain.moments(x, with_var=False)
             return y.to(x.dtype), torch.softmax(pooled[..., None] * gate_weight + gate_bias, -1)
-        if channel_arrays.fits(x, weight, bias):
+        if channel_arrays.fits(x, len(gate_weight), weight, bias):
             given = Given(gate_weight, gate_bias, weight, bias, eps, variance == "pixel")
             if backend == "fused" and runs_triton(x):
                 from modenorm.kernels import fused_channels

@@ -7,7 +7,8 @@ import torch
 from test_fused import layer_for
 
 import modenorm
-from modenorm.kernels import gpu
+from modenorm.kernels import channel_arrays, gpu, layout, mode_plan
+from modenorm.kernels.launch import Launch
 from modenorm.kernels.layout import interpreting
 
 large = pytest.mark.skipif(interpreting(), reason="too large for the interpreter")
@@ -78,3 +79,50 @@ def test_one_axis(shape, last, device, monkeypatch):
     assert gpu._axes(3, 2, 5) == ((30,), True)
     assert all(map(torch.equal, passes(), expected))
     gpu._passes.cache_clear()
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Names of kernels."""
+    names, launch = [], Launch.__call__
+
+    def listening(this, *given):
+        names.append(this.kernel.__name__)
+        launch(this, *given)
+
+    monkeypatch.setattr(Launch, "__call__", listening)
+    mode_plan._plans.clear()
+    yield names
+    mode_plan._plans.clear()
+
+
+def outcome_with_at_most(rows, layer, x, dy, monkeypatch):
+    """Of kernels that count so many rows."""
+    for module in (layout, channel_arrays):
+        monkeypatch.setattr(module, "MOST_ROWS", rows)
+    return outcome(layer, x, dy)
+
+
+@pytest.mark.parametrize("gate", [None, modenorm.StandardizedGate])
+@pytest.mark.parametrize("rows", [30, 31, 50, 51])
+def test_more_rows_than_kernels_count(rows, gate, device, monkeypatch, launched):
+    """Beyond 32 bits torch's operators run: a kernel would write anywhere."""
+    torch.manual_seed(0)
+    shape, num_modes = (10, 3, 2, 2), 5
+    x, layer = torch.randn(shape, device=device), layer_for(shape, num_modes, device, gate=gate)
+    dy, same = torch.randn_like(x), copy.deepcopy(layer)
+    found = outcome_with_at_most(rows, layer, x, dy, monkeypatch)
+    with modenorm.use_backend("eager"):
+        assert_near(found, outcome(same, x, dy))
+    assert ("statistics_kernel" in launched) == (rows > 50)
+    assert gate is None or ("moments_kernel" in launched) == (rows > 30)
+
+
+def test_more_gates_than_kernels_count(device, monkeypatch, launched):
+    x = torch.randn(10, 3, 2, 2, device=device)
+    layer, dy = modenorm.ModeGroupNorm(3, 5).to(device), torch.randn_like(x)
+    assert outcome_with_at_most(2 * 10 * 3 * 5 + 1, layer, x, dy, monkeypatch)
+    assert "_forward_kernel" in launched
+    launched.clear()
+    outcome_with_at_most(2 * 10 * 3 * 5, layer, x, dy, monkeypatch)
+    assert "_forward_kernel" not in launched

@@ -17,7 +17,7 @@ from torch._C import _are_functorch_transforms_active as transforming
 from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
 from torch.autograd import forward_ad
 
-from modenorm.kernels.layout import interpreting
+from modenorm.kernels.layout import can_count, interpreting
 from modenorm.kernels.native import library, takes
 
 __all__ = [
@@ -105,7 +105,7 @@ def _only_recorded() -> bool:
 
 def runs_triton(x: Tensor) -> bool:
     """Whether the Triton kernels take this tensor: on a GPU, or in Triton's interpreter."""
-    if x.dtype == torch.float64 or not (x.is_cuda or interpreting()):
+    if x.dtype == torch.float64 or not (x.is_cuda or interpreting()) or not can_count(x):
         return False
     return _triton_works(x.get_device())
 

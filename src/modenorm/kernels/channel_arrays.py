@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from modenorm.kernels.layout import MOST_ROWS
+
 __all__ = ["ChannelBackward", "ChannelForward", "Given", "fits"]
 
 MAX_CHANNELS = 8192
@@ -30,9 +32,10 @@ class Given(NamedTuple):
         return Given(*gate, weight, bias, self.eps, self.pixel)
 
 
-def fits(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+def fits(x: Tensor, num_modes: int, weight: Tensor | None, bias: Tensor | None) -> bool:
     """Whether the kernels take these: not too many channels, one weight and bias for each."""
-    few = x.shape[1] <= MAX_CHANNELS
+    gates = 2 * x.shape[:2].numel() * num_modes  # twice, as many as a gate has parameters
+    few = x.shape[1] <= MAX_CHANNELS and gates < MOST_ROWS
     return few and all(p is None or p.shape == x.shape[1:2] for p in (weight, bias))
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from modenorm.kernels.device import on_device
 from modenorm.kernels.gpu_mixing import Mixing
+from modenorm.kernels.layout import can_count
 from modenorm.kernels.plan import affine_kind, aligned, pointer
 
 __all__ = ["coefficients", "mode_gradients", "sample_gradients", "statistics", "takes"]
@@ -31,7 +32,9 @@ def takes(
 ) -> bool:
     """Whether the kernels can: contiguous float32 on one device, weight and bias of one form."""
     forms = [None if parameter is None else parameter.ndim for parameter in (weight, bias)]
-    return forms[0] == forms[1] and all(
+    if forms[0] != forms[1] or not can_count(mean, gates.shape[1]):
+        return False
+    return all(
         array.dtype == torch.float32
         and array.device == mean.device
         and type(array) in (Tensor, torch.nn.Parameter)

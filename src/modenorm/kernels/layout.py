@@ -16,6 +16,7 @@ __all__ = [
     "Planes",
     "as_dense",
     "as_planes",
+    "can_count",
     "dense_like",
     "interpreting",
     "is_channels_last",
@@ -23,6 +24,10 @@ __all__ = [
     "planes_like",
     "statistics_dtype",
 ]
+
+
+MOST_ROWS = (1 << 31) - (1 << 16)
+"""Kernels on a GPU count rows in 32 bits, also those of a tile that are beyond the last."""
 
 
 class Planes(NamedTuple):
@@ -43,6 +48,13 @@ class Planes(NamedTuple):
 def interpreting() -> bool:
     """Whether kernels run in Triton's interpreter, on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def can_count(x: Tensor, num_modes: int = 1) -> bool:
+    """Whether kernels on a GPU can count samples times channels, and samples times modes."""
+    if x.numel() * num_modes < MOST_ROWS:
+        return True
+    return max(x.shape[:2].numel(), x.shape[0] * num_modes) < MOST_ROWS
 
 
 def statistics_dtype(x: Tensor) -> torch.dtype:

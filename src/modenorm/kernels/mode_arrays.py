@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from modenorm.kernels.layout import can_count
 from modenorm.mixing import RunningEstimates
 
 __all__ = ["Backward", "Forward", "Found", "Inference", "Inputs", "beside_output", "fits"]
@@ -50,7 +51,7 @@ def fits(
     x: Tensor, inputs: Inputs, estimates: RunningEstimates | None, num_modes: int | None
 ) -> bool:
     """Whether all is as the launches expect: they would read whatever lies at an address."""
-    if num_modes not in (None, inputs.num_modes):
+    if num_modes not in (None, inputs.num_modes) or not can_count(x, inputs.num_modes):
         return False
     device, table = x.device, (inputs.num_modes, x.shape[1])
     gates, affine = (x.shape[0], table[0]), table if inputs.per_mode else table[1:]

@@ -18,7 +18,7 @@ from modenorm import mixing
 from modenorm.checks import Options
 from modenorm.kernels import plain
 from modenorm.kernels.cpp_operator import Work, repeated
-from modenorm.kernels.layout import as_aligned, as_dense, dense_like
+from modenorm.kernels.layout import as_aligned, as_dense, can_count, dense_like
 from modenorm.kernels.mode_arrays import Backward, Forward, Found, Inputs, beside_output
 from modenorm.kernels.slab import Slab, backward_slab, forward_slab, kept_slab
 from modenorm.mixing import RunningEstimates
@@ -31,7 +31,7 @@ _TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 def available(x: Tensor) -> bool:
     """Whether the operators serve a compiled call on this tensor."""
-    return _TRITON and x.device.type == "cuda" and x.dtype in _TYPES
+    return _TRITON and x.device.type == "cuda" and x.dtype in _TYPES and can_count(x)
 
 
 def mode_norm(
