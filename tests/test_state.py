@@ -262,6 +262,18 @@ def test_half_types_keep_the_estimates_exactly(cast):
     assert layer.num_batches_tracked == 4
 
 
+@pytest.mark.parametrize("of_batchnorm", [False, True], ids=["mode_norm", "batch_norm"])
+def test_half_states_that_are_assigned_leave_the_estimates_whole(of_batchnorm):
+    layer = modenorm.ModeNorm2d(3, momentum=1.0, gate=modenorm.StandardizedGate)
+    state = (trained_batchnorm() if of_batchnorm else layer).state_dict()
+    state = {name: t.half() if t.is_floating_point() else t for name, t in state.items()}
+    layer.load_state_dict(state, assign=True)
+    assert layer.weight.dtype == torch.float16
+    layer(1000 * torch.randn(6, 3, 4, 5).half())
+    assert layer.running_mean.dtype == layer.gate.running_var.dtype == torch.float32
+    assert layer.running_var.isfinite().all()
+
+
 def test_half_type_at_construction():
     layer = modenorm.ModeNorm2d(3, dtype=torch.bfloat16)
     assert layer.weight.dtype == torch.bfloat16

@@ -34,7 +34,10 @@ def recomputing() -> bool:
 
 
 class Float32Buffers(nn.Module):
-    """A module whose floating-point buffers stay float32 through `.half()` and `.bfloat16()`."""
+    """A module whose floating-point buffers stay float32 through `.half()` and `.bfloat16()`.
+
+    Also when a state of such types is loaded with `assign=True`.
+    """
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Float32Buffers:
         before = dict(self._buffers)
@@ -46,3 +49,9 @@ class Float32Buffers(nn.Module):
                 source = old if whole and old is not None else buffer
                 self._buffers[name] = source.to(device=buffer.device, dtype=torch.float32)
         return self
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        for name, buffer in self._buffers.items():
+            if buffer is not None and buffer.dtype in HALF_TYPES:
+                self._buffers[name] = buffer.float()
