@@ -197,3 +197,15 @@ def test_a_gate_with_a_forward_of_its_own_is_called():
     logits = torch.randn(5, 2)
     layer.gate.forward = lambda features: logits
     assert_close(layer(x), layer(x, gates=logits.softmax(1)), 1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
+def test_a_lazy_gate_loads_a_state():
+    def make():
+        return modenorm.ModeNorm2d(3, gate=lambda channels, modes: nn.LazyLinear(modes)).eval()
+
+    layer, again, x = make(), make(), torch.randn(4, 3, 5, 5)
+    expected = layer(x)
+    again.load_state_dict(layer.state_dict())
+    assert torch.equal(again(x), expected)
+    assert make().load_state_dict(nn.BatchNorm2d(3).state_dict()).missing_keys == []

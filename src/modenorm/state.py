@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from modenorm.gates import LinearGate
 
@@ -24,7 +25,7 @@ def last_linear(gate: nn.Module, num_modes: int) -> Any:
     """
     while isinstance(gate, nn.Sequential) and len(gate):
         gate = gate[-1]
-    if not isinstance(gate, LinearGate | nn.Linear) or gate.bias is None:
+    if not isinstance(gate, LinearGate | nn.Linear) or gate.bias is None or is_lazy(gate.bias):
         return None
     return gate if gate.bias.shape == (num_modes,) else None
 
