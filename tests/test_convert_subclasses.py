@@ -93,6 +93,15 @@ def test_the_gate_of_a_lazy_norm_follows_a_move():
 
 
 @LAZY
+def test_the_gate_of_a_lazy_norm_is_frozen_with_it():
+    model = nn.Sequential(nn.LazyBatchNorm2d())
+    replace_batchnorm(model, gate=modenorm.StandardizedGate)
+    modenorm.freeze_statistics(model)
+    model(5 + images())
+    assert model[0].gate.running_mean.tolist() == [0, 0, 0]
+
+
+@LAZY
 def test_lazy_norms_need_a_batch_before_an_optimizer():
     model, optimizer = lazy_model(), torch.optim.SGD(nn.Linear(1, 1).parameters())
     with pytest.raises(ValueError, match="run one batch"):

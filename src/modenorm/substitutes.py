@@ -120,8 +120,9 @@ class _LazyModeNorm(LazyModuleMixin, ModeNorm):
             device, dtype = like.device, like.dtype  # where `.to()` has moved it since
         self.gate = make_gate(gate, num_features, self.num_modes, device, dtype)
         self.gate.train(self.training)
-        if isinstance(self.gate, StandardizedGate):
-            self.gate.ranks = self.ranks
+        for part in self.gate.modules():
+            if isinstance(part, StandardizedGate):
+                part.ranks, part.statistics_frozen = self.ranks, self.statistics_frozen
         self._reset_own()
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
