@@ -163,19 +163,35 @@ def test_unknown_subclasses_are_refused_by_name():
     assert list(replace_batchnorm(model, where="0")) == ["0"]
 
 
+class Twice(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x):
+        return 2 * self.norm(x)
+
+
 def test_unknown_subclasses_with_a_replacement():
-    class Twice(nn.Module):
-        def __init__(self, norm):
-            super().__init__()
-            self.norm = norm
-
-        def forward(self, x):
-            return 2 * self.norm(x)
-
     model, x = nn.Sequential(trained(ScaledBatchNorm2d(3))).eval(), images()
     expected = model(x)
     replace_batchnorm(model, subclasses={ScaledBatchNorm2d: lambda old, norm: Twice(norm)})
     assert_close(model(x), expected, 1e-6)
+
+
+def test_hooks_of_a_subclass_go_to_what_replaces_it():
+    def replacement(old, norm):
+        module = Twice(norm)
+        module.register_forward_hook(lambda module, inputs, y: y - 1)
+        return module
+
+    model, x = nn.Sequential(trained(ScaledBatchNorm2d(3))).eval(), images()
+    handle = model[0].register_forward_hook(lambda module, inputs, y: y + 3)
+    expected = model(x)
+    replace_batchnorm(model, subclasses={ScaledBatchNorm2d: replacement})
+    assert_close(model(x), expected - 1, 1e-6)
+    handle.remove()
+    assert_close(model(x), expected - 4, 1e-6)
 
 
 def test_parametrized_and_pruned_norms_are_refused():

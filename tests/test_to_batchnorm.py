@@ -146,3 +146,12 @@ def test_modes_on_the_meta_device_cannot_be_compared():
         to_batchnorm(model)
     model = nn.Sequential(modenorm.ModeNorm2d(3, 1, device="meta"))
     assert to_batchnorm(model)["0"].weight.is_meta
+
+
+def test_parameters_that_norms_have_in_common_stay_so():
+    model = nn.Sequential(*(modenorm.ModeNorm2d(3, per_mode_affine=True) for _ in range(2)))
+    model[1].weight = model[0].weight
+    to_batchnorm(model)
+    assert model[1].weight is model[0].weight
+    assert model[1].weight.shape == (3,)
+    assert model[1].bias is not model[0].bias

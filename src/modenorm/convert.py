@@ -63,6 +63,9 @@ SOURCES: dict[type[nn.Module], type[_BatchNorm]] = {
 Tied = dict[tuple[nn.Parameter, int], nn.Parameter]
 """A parameter with K rows for the one that it replaces: norms that had one in common still do."""
 
+Merged = dict[tuple[nn.Parameter, torch.dtype], nn.Parameter]
+"""The same on the way back."""
+
 
 class Options(NamedTuple):
     """What `replace_batchnorm` passes on to every layer."""
@@ -105,7 +108,7 @@ def replace_batchnorm(
         running_update: as in `ModeNorm2d`.
         subclasses: {class: function of (old, mode norm)} that makes the replacement of classes
             derived from batch norm, which may do more than batch norm and are refused otherwise.
-            timm's `BatchNormAct2d` is known.
+            The replacement gets the hooks. timm's `BatchNormAct2d` is known.
 
     Returns:
         The new layers by name; a shared one by its first name.
@@ -150,7 +153,9 @@ def replace_batchnorm(
     _warn_about(found, model, mention_left=where is None)
     if optimizer is not None:
         add_gates(optimizer, {found[module]: (module, norm) for module, norm in norms.items()})
-    give_hooks(norms.values())
+    for module, replacement in replaced.items():
+        take_hooks(module, replacement)
+    give_hooks(replaced.values())
     _swap(model, replaced)
     return {name: replaced[module] for module, name in found.items()}
 
@@ -207,7 +212,8 @@ def turn_to_batchnorm(model: nn.Module, found: Mapping[nn.Module, str]) -> dict[
             f"while it is in evaluation mode: call eval() on it after model.train()",
             stacklevel=3,
         )
-    replaced = {module: _batch_norm(module) for module in found}
+    merged: Merged = {}
+    replaced = {module: _batch_norm(module, merged) for module in found}
     give_hooks(replaced.values())
     _swap(model, replaced)
     return {name: replaced[module] for module, name in found.items()}
@@ -239,7 +245,6 @@ def _mode_norm(old: Any, name: str, num_modes: int, options: Options, fallback: 
         share_statistics(layer, old.process_group, name)
     if not lazy:
         _take_statistics(old, layer)
-    take_hooks(old, layer)
     return layer.train(old.training)
 
 
@@ -323,7 +328,7 @@ def acts_as_batchnorm(module: nn.Module, tolerance: float) -> bool:
     return all(bool((t.amax(0) - t.amin(0) <= tolerance * s).all()) for t, s in pairs)
 
 
-def _batch_norm(layer: Any) -> nn.Module:
+def _batch_norm(layer: Any, merged: Merged) -> nn.Module:
     """The batch norm that does in evaluation what this layer does."""
     tensors = (layer.weight, layer.running_mean, *layer.gate.parameters())
     like = next((t for t in tensors if t is not None), torch.empty(0))
@@ -344,8 +349,7 @@ def _batch_norm(layer: Any) -> nn.Module:
     for key in ("weight", "bias"):
         parameter = getattr(layer, key)
         if parameter is not None and (layer.per_mode_affine or parameter.dtype != dtype):
-            merged = _merge(parameter) if layer.per_mode_affine else parameter
-            parameter = nn.Parameter(merged.to(dtype), requires_grad=parameter.requires_grad)
+            parameter = merged.setdefault((parameter, dtype), _merged(layer, parameter, dtype))
         setattr(norm, key, parameter)
     if layer.running_mean is not None:
         norm.running_mean.copy_(_merge(layer.running_mean))
@@ -363,6 +367,11 @@ def _holds_statistics(dtype: torch.dtype, layer: Any) -> bool:
         return True
     largest = torch.finfo(dtype).max
     return not any(bool((t.abs() > largest).any()) for t in (layer.running_mean, layer.running_var))
+
+
+def _merged(layer: Any, parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+    row = _merge(parameter) if layer.per_mode_affine else parameter
+    return nn.Parameter(row.to(dtype), requires_grad=parameter.requires_grad)
 
 
 def _merge(rows: Tensor) -> Tensor:

@@ -27,7 +27,10 @@ HOOKS = (
 
 
 def take_hooks(old: Any, new: nn.Module) -> None:
-    """The same dicts, so that a hook's handle still removes it; lazy norms have their own."""
+    """The same dicts, so that a hook's handle still removes it; lazy norms have their own.
+
+    Hooks that the new module has already come after those of the old one.
+    """
     lazy = isinstance(old, LazyModuleMixin)
     own = {old._initialize_hook.id, old._load_hook.id} if lazy else set()
     for name in HOOKS:
@@ -35,8 +38,10 @@ def take_hooks(old: Any, new: nn.Module) -> None:
         if lazy:
             getattr(new, name).update({key: h for key, h in hooks.items() if key not in own})
         else:
+            hooks.update(getattr(new, name))
             setattr(new, name, hooks)
-    new._is_full_backward_hook = old._is_full_backward_hook
+    if old._is_full_backward_hook is not None:
+        new._is_full_backward_hook = old._is_full_backward_hook
 
 
 def give_hooks(modules: Iterable[nn.Module]) -> None:
