@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
 
 import modenorm
 from modenorm import replace_batchnorm
@@ -117,3 +118,15 @@ def test_norms_with_a_weight_in_common(make, num_modes):
     pairs = zip(group["param_names"], group["params"], strict=True)
     assert all(model.get_parameter(name) is p for name, p in pairs)
     step(model, optimizer, images())
+
+
+def test_parametrized_norms_and_gates_are_sorted_as_ever():
+    model = nn.Sequential(modenorm.ModeNorm2d(3), modenorm.ModeGroupNorm(3), nn.Conv2d(3, 3, 1))
+    for module in (model[0], model[0].gate, model[1], model[2]):
+        parametrizations.weight_norm(module)
+    parametrizations.weight_norm(model[1], "gate_weight")
+    norms, gates, others = modenorm.norm_parameters(model)
+    assert {name.partition(".")[0] for name in others} == {"2"}
+    assert len(others) == len(norms) // 2 == 3
+    assert {name.partition(".")[0] for name in gates} == {"0", "1"}
+    assert len(gates) == 6

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import LBFGS, Adafactor, Adagrad, Optimizer
 
 from modenorm.layers import ModeGroupNorm, ModeNorm
@@ -62,11 +64,11 @@ def norm_parameters(model: nn.Module) -> NormParameters:
     gate_ids: set[int] = set()
     for module in model.modules():
         if isinstance(module, NORMS):
-            norm_ids.update(map(id, module.parameters(recurse=False)))
+            for name, parameter in _own_parameters(module):
+                of_gate = isinstance(module, ModeGroupNorm) and name.startswith("gate_")
+                (gate_ids if of_gate else norm_ids).add(id(parameter))
         if isinstance(module, ModeNorm):
             gate_ids.update(map(id, module.gate.parameters()))
-        if isinstance(module, ModeGroupNorm):
-            gate_ids.update((id(module.gate_weight), id(module.gate_bias)))
     sorted_by_role = NormParameters({}, {}, {})
     for name, parameter in model.named_parameters():
         if id(parameter) in gate_ids:
@@ -76,6 +78,14 @@ def norm_parameters(model: nn.Module) -> NormParameters:
         else:
             sorted_by_role.others[name] = parameter
     return sorted_by_role
+
+
+def _own_parameters(norm: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    """A norm's parameters and those that a parametrization computes them from, by their names."""
+    yield from norm.named_parameters(recurse=False)
+    if is_parametrized(norm):
+        for name, parts in norm.parametrizations.items():
+            yield from ((name, parameter) for parameter in parts.parameters())
 
 
 def add_gates(optimizer: Optimizer, norms: dict[str, tuple[nn.Module, ModeNorm]]) -> None:
