@@ -16,6 +16,7 @@ from modenorm import (
     match_modes,
     prune_modes,
     record_gates,
+    replace_batchnorm,
     use_backend,
 )
 from modenorm.kernels import choose_backend, without_compiling
@@ -170,6 +171,29 @@ def test_a_shared_gate_matches_a_state(options):
     model.load_state_dict(saved.state_dict())
     assert model[0].gate is model[1].gate
     assert torch.equal(model(images()), saved(images()))
+
+
+def test_a_layer_that_cannot_match_a_state_leaves_the_others_as_they_were():
+    def build(modes: int) -> nn.Sequential:
+        gate = nn.Linear(3, modes, bias=False)
+        return nn.Sequential(ModeNorm2d(3, modes), ModeNorm2d(3, modes, gate=gate)).eval()
+
+    model, x = build(4), images()
+    before = model(x)
+    with pytest.raises(ValueError, match="it must end in a linear layer with a bias"):
+        match_modes(model, build(2).state_dict())
+    assert model[0].num_modes == 4
+    assert torch.equal(model(x), before)
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
+def test_a_lazy_layer_cannot_match_a_state_yet():
+    model = nn.Sequential(nn.LazyBatchNorm2d())
+    replace_batchnorm(model, 4)
+    with pytest.raises(ValueError, match="lazy; run one batch"):
+        match_modes(model, nn.Sequential(ModeNorm2d(3)).state_dict())
+    model(images())
+    assert match_modes(model, nn.Sequential(ModeNorm2d(3)).state_dict()) == {"0": (4, 2)}
 
 
 def in_turns(count: int) -> torch.Tensor:

@@ -180,21 +180,8 @@ def set_num_modes(layer: Layer, num_modes: int) -> None:
         >>> layer.running_mean.shape
         torch.Size([5, 8])
     """
-    check_count("num_modes", num_modes)
-    rows = mode_rows(layer)
-    if not all(isinstance(parameter, nn.Parameter) for parameter in rows):
-        raise ValueError(
-            "the layer's rows per mode are computed from other parameters, so their number can't "
-            "be changed; remove the parametrization or the pruning of torch.nn.utils first"
-        )
+    rows, linear = _resizable(layer, num_modes)
     if isinstance(layer, ModeNorm):
-        linear = last_linear(layer.gate, layer.num_modes)
-        linear = linear or last_linear(layer.gate, num_modes)  # changed along with another layer
-        if linear is None:
-            raise ValueError(
-                f"the gate is {type(layer.gate).__name__}, whose number of modes can't be changed; "
-                f"it must end in a linear layer with a bias"
-            )
         _set_width(linear, num_modes)
         for name in ("running_mean", "running_var", "running_share"):
             if (buffer := getattr(layer, name)) is not None:
@@ -205,6 +192,29 @@ def set_num_modes(layer: Layer, num_modes: int) -> None:
     layer.reset_parameters()
     if isinstance(layer, ModeNorm):
         linear.reset_parameters()  # also inside of a gate that can't reset itself
+
+
+def _resizable(layer: Layer, num_modes: int) -> tuple[list[nn.Parameter], Any]:
+    """The rows of each mode and the layer that makes logits, if their number can be changed."""
+    check_count("num_modes", num_modes)
+    rows = mode_rows(layer)
+    if not all(isinstance(parameter, nn.Parameter) for parameter in rows):
+        raise ValueError(
+            "the layer's rows per mode are computed from other parameters, so their number can't "
+            "be changed; remove the parametrization or the pruning of torch.nn.utils first"
+        )
+    if isinstance(layer, ModeGroupNorm):
+        return rows, None
+    if layer.num_features == 0:
+        raise ValueError("the layer is lazy; run one batch through the model first")
+    linear = last_linear(layer.gate, layer.num_modes)
+    linear = linear or last_linear(layer.gate, num_modes)  # changed along with another layer
+    if linear is None:
+        raise ValueError(
+            f"the gate is {type(layer.gate).__name__}, whose number of modes can't be changed; "
+            f"it must end in a linear layer with a bias"
+        )
+    return rows, linear
 
 
 @torch.no_grad()
@@ -252,7 +262,7 @@ def match_modes(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, tu
     """Give a model's layers the numbers of modes that a state dict has, so that it can be loaded.
 
     For the state of a pruned model, or of one trained with other numbers of modes. Layers whose
-    number changes begin anew, so load the state afterwards.
+    number changes begin anew, so load the state afterwards. If one can't change, none does.
 
     Args:
         model: Changed in place.
@@ -269,14 +279,14 @@ def match_modes(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, tu
         >>> model.load_state_dict(pruned.state_dict())
         <All keys matched successfully>
     """
-    wanted = {
-        name: (layer, modes_in(layer, state_dict, f"{name}." if name else ""))
-        for name, layer in model.named_modules()
-        if isinstance(layer, Layer)
-    }  # of all before any changes: layers may have a gate in common
-    changed = {}
-    for name, (layer, num_modes) in wanted.items():
-        if num_modes is not None and num_modes != layer.num_modes:
-            changed[name] = (layer.num_modes, num_modes)
-            set_num_modes(layer, num_modes)
+    wanted: dict[str, tuple[Layer, int]] = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, Layer):
+            num_modes = modes_in(layer, state_dict, f"{name}." if name else "")
+            if num_modes not in (None, layer.num_modes):
+                _resizable(layer, num_modes)
+                wanted[name] = (layer, num_modes)
+    changed = {name: (layer.num_modes, num_modes) for name, (layer, num_modes) in wanted.items()}
+    for layer, num_modes in wanted.values():  # after all were looked at: some may share a gate
+        set_num_modes(layer, num_modes)
     return changed
