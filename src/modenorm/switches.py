@@ -53,6 +53,7 @@ class Switches:
         self.sizes = [layer.num_modes for layer in layers]
         self.removed = False
         self.draw: _Draw | None = None  # of the last forward in training
+        self._repeated: _Draw | None = None  # of the last one that a backward may compute again
         self._pending: weakref.WeakSet[_Token] = weakref.WeakSet()
         self._ddp: DistributedDataParallel | None = None
         self._log_odds().register_post_accumulate_grad_hook(self._average)
@@ -74,10 +75,14 @@ class Switches:
         if self.removed or not model.training:
             return
         self._ddp, self.draw = _ddp_of(model), None  # the last graph goes before the next comes
+        if torch.is_grad_enabled():
+            self._repeated = None
         self.draw = self._draw_for_biases()
         if self.draw is None:
             noise = torch.rand_like(self._log_odds())
             self.draw = _Draw(draw_switches(self._log_odds(), noise).log())
+        if torch.is_grad_enabled():
+            self._repeated = self.draw
         if not (torch.compiler.is_compiling() or recomputing()):
             self._note(self.draw.changes.grad_fn)
 
@@ -102,7 +107,7 @@ class Switches:
         for layer, change in zip(self.layers, changes, strict=True):
             bias = _bias_of(layer)
             bias.add_(change.to(bias))
-        self.removed, self.draw = True, None
+        self.removed, self.draw, self._repeated = True, None, None
 
     def _draw_for_biases(self) -> _Draw | None:
         """Drawn into the biases of all gates at once, where that can be done."""
@@ -128,15 +133,19 @@ class Switches:
 
     def _draw_of(self, gate: nn.Module) -> _Draw | None:
         """What was drawn for a gate in training; parts of a model have what it had last."""
-        if self.removed or not gate.training or self.draw is None:
+        if self.removed or not gate.training:
             return None
-        if recomputing() and sum(not token.done for token in self._pending) > 1:
+        if not recomputing():
+            if torch.is_grad_enabled():
+                self._repeated = self.draw
+            return self.draw
+        if sum(not token.done for token in self._pending) > 1:
             raise RuntimeError(
                 "a part of the model is computed again in backward (checkpointing), after several "
                 "forwards of the model in training: which switches it had is not known; call "
                 'backward after each forward, or use ModeSparsity with method="entropy"'
             )
-        return self.draw
+        return self._repeated
 
     def _change(self, place: int, draw: _Draw | None) -> Tensor:
         """What is added to the logits of a layer's modes: as drawn, or the most likely."""
