@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from modenorm import ModeGroupNorm, ModeNorm1d, ModeNorm2d, mode_report, record_gates
+from modenorm import ModeGroupNorm, ModeNorm1d, ModeNorm2d, mode_report, prune_modes, record_gates
 from modenorm.modes import effective_size, mutual_information, statistics_distances
 from small_models import mode_model
 
@@ -154,6 +154,23 @@ def test_the_model_is_left_as_it_was():
     assert not model[0].training
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_compiled_model_is_reported_and_compiles_nothing():
+    model, x = nn.Sequential(ModeNorm2d(3, 2), ModeGroupNorm(3, 2)).eval(), torch.randn(8, 3, 4, 4)
+    graphs = []
+
+    def count(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model, backend=count, fullgraph=True)
+    compiled(x)
+    labels = torch.arange(8) % 2
+    found, expected = (mode_report(m, [x], labels).layers for m in (compiled, model))
+    assert [layer.shares for layer in found] == [layer.shares for layer in expected]
+    prune_modes(compiled, [x])
+    assert len(graphs) == 1
 
 
 def test_json_and_table():

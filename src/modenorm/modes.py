@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from modenorm.findings import LayerReport, ModeReport
 from modenorm.layers import ModeGroupNorm, ModeNorm
 from modenorm.mixing import batch_statistics
-from modenorm.recording import listening, mode_layers
+from modenorm.recording import listening, mode_layers, uncompiled
 
 __all__ = ["mode_report"]
 
@@ -52,7 +52,8 @@ def mode_report(
     meters = {name: _Meter(name, layer) for name, layer in layers.items()}
     listeners = [(layer, meters[name].listen) for name, layer in layers.items()]
     count = 0
-    with evaluating(model), _watching_inputs(meters.values()), listening(listeners):
+    watching = _watching_inputs(meters.values())
+    with uncompiled, evaluating(model), watching, listening(listeners):
         for x, classes, sources in _labelled(batches, labels, domains):
             for meter in meters.values():
                 meter.labels = {"class": classes, "domain": sources}

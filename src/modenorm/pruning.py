@@ -22,7 +22,7 @@ from modenorm.kernels import without_compiling
 from modenorm.modes import evaluating, parts_of
 from modenorm.parameters import check_optimizer, exchange_parameter
 from modenorm.pruning_report import LayerPruning, Pruning
-from modenorm.recording import mode_layers
+from modenorm.recording import mode_layers, uncompiled
 from modenorm.resizing import Layer
 from modenorm.selection import check_model, check_unwrapped, listed
 from modenorm.switches import has_switches
@@ -92,7 +92,7 @@ def prune_modes(
     inputs = [parts_of(batch)[0] for batch in batches]
     if sum(map(len, inputs)) == 0:
         raise ValueError("prune_modes got no samples; give it at least one batch of model inputs")
-    with _comparing(layers.values()):
+    with uncompiled, _comparing(layers.values()):
         return _prune(model, layers, inputs, tolerance, optimizer, batchnorm)
 
 

@@ -17,7 +17,7 @@ from modenorm.buffers import recomputing
 from modenorm.layers import ModeGroupNorm, ModeNorm
 from modenorm.listeners import GateListener
 
-__all__ = ["GateRecording", "listening", "mode_layers", "record_gates"]
+__all__ = ["GateRecording", "listening", "mode_layers", "record_gates", "uncompiled"]
 
 DEFAULT_LIMIT = 2**20
 ENTRY = 128  # what a kept tensor costs beside its values, counted in values
@@ -163,7 +163,7 @@ def record_gates(model: nn.Module, limit: int = DEFAULT_LIMIT) -> Iterator[GateR
     _check_limit(limit, layers)
     recording = GateRecording(limit)
     heard = [(layer, recording._listener(name)) for name, layer in layers.items()]
-    with _uncompiled, listening(heard):
+    with uncompiled, listening(heard):
         yield recording
 
 
@@ -202,4 +202,4 @@ class _Uncompiled:
             self._stance = None
 
 
-_uncompiled = _Uncompiled()
+uncompiled = _Uncompiled()
