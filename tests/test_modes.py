@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import re
 from collections import OrderedDict
 
 import pytest
@@ -206,6 +207,57 @@ def test_bad_input():
         mode_report(layer, [])
     with pytest.raises(ValueError, match="labels has 3 entries, but the batches hold 2 samples"):
         mode_report(layer, [torch.full((2, 2), 0.5)], labels=[0, 1, 2])
+
+
+@pytest.mark.parametrize(
+    ("labels", "kind"),
+    [
+        (torch.eye(2), "torch.float32 of shape (2, 2)"),
+        (torch.zeros(2, 1).long(), "torch.int64 of shape (2, 1)"),
+        (torch.tensor([0.2, 0.9]), "torch.float32 of shape (2,)"),
+        (["cat", "dog"], "list"),
+        (3, "torch.int64 of shape ()"),
+    ],
+)
+def test_labels_that_are_not_one_integer_per_sample(labels, kind):
+    layer, x = layer_with_given_gates(2), torch.full((2, 2), 0.5)
+    for name in ("labels", "domains"):
+        with pytest.raises(ValueError, match=re.escape(f"{name} is a {kind}; expected one int")):
+            mode_report(layer, [x], **{name: labels})
+
+
+def test_labels_of_any_integer_type():
+    for dtype in (torch.uint8, torch.uint16, torch.int32):
+        labels = torch.tensor([0, 1]).to(dtype)
+        assert report_of([[1.0, 0], [0, 1]], labels).class_information == pytest.approx(1)
+
+
+def test_padding_does_not_count_in_the_distances():
+    layer, x = ModeNorm1d(4, 3), torch.randn(16, 4, 5)
+
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = layer
+
+        def forward(self, x):
+            return self.norm(x, mask=~x.isnan().any(1))
+
+    padded = torch.cat([x, torch.full((16, 4, 3), math.nan)], 2)
+    (found,), (expected,) = (mode_report(*m).layers for m in ((Masked(), [padded]), (layer, [x])))
+    for one, other in zip(found.statistics_distances, expected.statistics_distances, strict=True):
+        # of float32 gates that differ by rounding
+        assert one == pytest.approx(other, rel=1e-4)
+
+
+def test_distances_of_modes_without_channels():
+    """A sample that leaves a mode nothing, to float32, has it still, to logarithms."""
+    layer = ModeGroupNorm(8, 3)
+    layer.gate_weight.data = torch.tensor([3.0, -3.0, 0.0])
+    x = 50 + torch.rand(4, 8, 4, 4)
+    report = mode_report(layer, [torch.cat([x, -x])]).layers[0]
+    assert report.shares[0] == pytest.approx(0.5)
+    assert all(map(math.isfinite, sum(report.statistics_distances, ())))
 
 
 @pytest.mark.parametrize("norm", [ModeNorm1d, ModeGroupNorm])

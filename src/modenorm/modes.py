@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from modenorm.checks import masked
 from modenorm.findings import LayerReport, ModeReport
+from modenorm.kernels import plain
 from modenorm.layers import ModeGroupNorm, ModeNorm
 from modenorm.mixing import batch_statistics
 from modenorm.recording import listening, mode_layers, uncompiled
@@ -105,7 +107,7 @@ def _watching_inputs(meters: Iterable[_Meter]) -> Iterator[None]:
 def _labelled(
     batches: Iterable[Any], labels: Any, domains: Any
 ) -> Iterator[tuple[Tensor, Tensor | None, Tensor | None]]:
-    given = [None if values is None else torch.as_tensor(values) for values in (labels, domains)]
+    given = [_given("labels", labels), _given("domains", domains)]
     start = 0
     for batch in batches:
         parts = parts_of(batch)
@@ -113,9 +115,26 @@ def _labelled(
         found: list[Tensor | None] = []
         for place, values in enumerate(given, start=1):
             own = parts[place] if len(parts) > place else None
-            found.append(_as_labels(own, len(x)) if values is None else values[start:stop].cpu())
+            found.append(_as_labels(own, len(x)) if values is None else values[start:stop])
         yield x, found[0], found[1]
         start = stop
+
+
+def _given(name: str, values: Any) -> Tensor | None:
+    """Labels of all samples, as they were given."""
+    if values is None:
+        return None
+    try:
+        found = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError):
+        found = None  # texts, say
+    if found is None or found.ndim != 1 or found.is_floating_point() or found.is_complex():
+        kind = type(values).__name__
+        kind = kind if found is None else f"{found.dtype} of shape {tuple(found.shape)}"
+        raise ValueError(
+            f"{name} is a {kind}; expected one integer for each sample, in the order of the batches"
+        )
+    return found.long().cpu()
 
 
 def _as_labels(values: Any, count: int) -> Tensor | None:
@@ -145,6 +164,7 @@ class _Meter:
         self._joint: dict[str, Tensor] = {}
         self._distances: list[Tensor] = []
         self._input: Tensor | None = None
+        self._mask: Tensor | None = None
 
     @property
     def has_estimates(self) -> bool:
@@ -154,6 +174,7 @@ class _Meter:
 
     def take_input(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._input = args[0] if args else kwargs["x"]
+        self._mask = kwargs.get("mask", args[2] if len(args) > 2 else None)
 
     def listen(self, gates: Tensor) -> None:
         if gates.numel() == 0:
@@ -183,12 +204,15 @@ class _Meter:
         """Distances between the statistics of this batch's modes: (K, K)."""
         assert self._input is not None
         x = self._input.detach().double().cpu()
-        x = x[..., None] if x.ndim == 2 else x.flatten(2)
-        var, mean = torch.var_mean(x, -1, correction=0)  # (N, C)
+        if self._mask is None:
+            (mean, var), counts = plain.moments(x), None  # (N, C)
+        else:
+            mean, var, counts = plain.masked_moments(*masked(x, self._mask.cpu()))
+        assert var is not None
         if gates.ndim == 2:
-            batch = batch_statistics(mean, var, gates)
+            batch = batch_statistics(mean, var, gates, counts)
             return statistics_distances(batch.mean, batch.var, self.layer.eps)
-        weights = gates / gates.sum(1, keepdim=True)  # (N, C, K)
+        weights = self._channel_weights(mean)
         mode_mean = (weights * mean[..., None]).sum(1)  # (N, K)
         square = (mean[..., None] - mode_mean[:, None]) ** 2
         if getattr(self.layer, "variance", "") == "pixel":
@@ -196,6 +220,13 @@ class _Meter:
         mode_var = (weights * square).sum(1)
         of_samples = statistics_distances(mode_mean[..., None], mode_var[..., None], self.layer.eps)
         return of_samples.mean(0)
+
+    def _channel_weights(self, mean: Tensor) -> Tensor:
+        """A mode group norm's gates over their sums, (N, C, K), where these may be 0 in float32."""
+        layer = self.layer
+        assert isinstance(layer, ModeGroupNorm)
+        weight, bias = (p.double().cpu() for p in (layer.gate_weight, layer.gate_bias))
+        return torch.log_softmax(mean[..., None] * weight + bias, -1).softmax(1)
 
     def result(self) -> LayerReport:
         shares = self._gates / self.rows
