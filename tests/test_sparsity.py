@@ -212,6 +212,15 @@ def test_the_entropy_is_that_of_training_alone():
         sparsity()
 
 
+def test_a_batch_without_samples_costs_nothing(backend):
+    model = small_model()
+    sparsity = ModeSparsity(model, 1.0)
+    loss = model(torch.randn(0, 3, 8, 8, dtype=torch.float64)).sum() + sparsity()
+    loss.backward()
+    assert float(loss.detach()) < 1e-25
+    assert not any(parameter.grad.any() for parameter in model.parameters())
+
+
 @pytest.mark.parametrize("method", ["entropy", "switch"])
 def test_training_with_a_strong_penalty_leaves_one_mode(method):
     torch.manual_seed(0)

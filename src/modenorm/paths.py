@@ -66,8 +66,8 @@ def normalize_modes(
 ) -> Found:
     """`mode_norm` as the layers call it: returns y, the gates (N, K), and the modes' usage (K,).
 
-    That is the mean of the gates over the samples. What doesn't matter may have no gradient, or be
-    None; without samples there is no usage.
+    That is the mean of the gates over the samples, 0 without any. What doesn't matter may have no
+    gradient, or be None.
     """
     check_input(x)
     if options.momentum is None:
@@ -92,8 +92,8 @@ def _normalize_modes(call: _Call) -> Found:
         options = options._replace(gates_matter=True, usage_matters=False)
         call = call._replace(options=options)
     y, gates, usage = _found_modes(call)
-    if usage is None and gates is not None and len(gates) > 0:
-        usage = gates.mean(0)
+    if usage is None and gates is not None:
+        usage = gates.mean(0) if len(gates) > 0 else gates.sum(0)
     return y, gates, usage
 
 
