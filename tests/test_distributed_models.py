@@ -1,5 +1,6 @@
 """Models with statistics over ranks: wrapped, compiled, converted, trained as by one process."""
 
+import contextlib
 import copy
 import functools
 import warnings
@@ -207,7 +208,13 @@ def switched(rank, given):
     torch.manual_seed(rank)
     for _ in range(4):
         optimizer.zero_grad()
-        (wrapped(torch.randn(4, 2, 8, 8).double()).pow(3).sum() + penalty()).backward()
+        for apart in (True, False):  # DDP goes by what is around the forward
+            with wrapped.no_sync() if apart else contextlib.nullcontext():
+                loss = wrapped(torch.randn(4, 2, 8, 8).double()).pow(3).sum() + penalty()
+            with contextlib.nullcontext() if apart else wrapped.no_sync():
+                with torch.no_grad():
+                    model(torch.randn(4, 2, 8, 8).double())
+                loss.backward()
         optimizer.step()
     learnt = penalty.log_odds.detach().clone()
     penalty.remove()
@@ -221,3 +228,20 @@ def test_switches_of_all_ranks_learn_the_same(world, given):
     for learnt, theirs in others:
         assert torch.equal(learnt, first)
         assert all(map(torch.equal, theirs, parameters))
+
+
+@ignore_warnings
+def penalized(rank, method):
+    """A step with a penalty, while one rank has no samples."""
+    model = DistributedDataParallel(modenorm.convert_sync_modenorm(network()))
+    penalty = modenorm.ModeSparsity(model, 0.1, method)
+    x = torch.randn(0 if rank == 1 else 4, 2, 8, 8).double()
+    (model(x).pow(3).sum() + penalty()).backward()
+    return [parameter.grad for parameter in (*model.parameters(), *penalty.parameters())]
+
+
+@pytest.mark.parametrize("method", ["entropy", "switch"])
+def test_a_penalty_and_an_empty_batch(world, method):
+    first, *others = world.check(penalized, method)
+    assert all(gradient.isfinite().all() for gradient in first)
+    assert all(all(map(torch.equal, theirs, first)) for theirs in others)

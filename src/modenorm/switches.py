@@ -74,9 +74,9 @@ class Switches:
         """Draw them for a forward in training."""
         if self.removed or not model.training:
             return
-        self._ddp, self.draw = _ddp_of(model), None  # the last graph goes before the next comes
+        self.draw = None  # the last graph goes before the next comes
         if torch.is_grad_enabled():
-            self._repeated = None
+            self._ddp, self._repeated = _ddp_of(model), None
         self.draw = self._draw_for_biases()
         if self.draw is None:
             noise = torch.rand_like(self._log_odds())
@@ -159,7 +159,7 @@ class Switches:
     def _average(self, log_odds: Tensor) -> None:
         """Average the gradient over the ranks, as DDP does with those of the model."""
         ddp = self._ddp
-        if ddp is None or not ddp.require_backward_grad_sync or log_odds.grad is None:
+        if ddp is None or log_odds.grad is None:
             return
         if not any(parameter is log_odds for parameter in ddp.parameters()):
             distributed.all_reduce(log_odds.grad, group=ddp.process_group)
@@ -224,10 +224,11 @@ def _removed() -> Switches:
 
 
 def _ddp_of(model: nn.Module) -> DistributedDataParallel | None:
-    """Who averages the gradients of a model that is called."""
-    if isinstance(model, DistributedDataParallel):
-        return model
-    return getattr(DistributedDataParallel, "_active_ddp_module", None)
+    """Who will average the gradients of a model that is called, if anybody."""
+    active = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    ddp = model if isinstance(model, DistributedDataParallel) else active
+    # what counts is no_sync() around the forward, as it does for DDP
+    return ddp if ddp is not None and ddp.require_backward_grad_sync else None
 
 
 def _bias_of(layer: ModeNorm) -> nn.Parameter:
