@@ -3,6 +3,7 @@
 import copy
 import io
 import json
+import math
 
 import pytest
 import torch
@@ -336,6 +337,8 @@ def test_the_report_reads_well():
     assert "on 100 samples (allowed: 0.0001)" in text
     assert report.table().row_count == 1
     assert json.loads(report.to_json())["layers"][0]["merged"] == [[2, 3]]
+    unbounded = prune_modes(model, [clusters(100, 3)], math.inf).to_json()
+    assert json.loads(unbounded, parse_constant=pytest.fail)["tolerance"] is None
 
 
 def test_bad_arguments():

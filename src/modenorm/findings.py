@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["LayerReport", "ModeReport"]
+__all__ = ["LayerReport", "ModeReport", "finite"]
 
 DEAD_SHARE = 0.001
 SAME_DISTANCE = 0.05
@@ -162,7 +162,7 @@ class ModeReport:
             found = {"dead": layer.dead, "duplicates": layer.duplicates, "constant": layer.constant}
             found |= {"distinct": layer.distinct}
             layers.append({**dataclasses.asdict(layer), **found})
-        return json.dumps({"layers": _finite(layers), "findings": self.findings()})
+        return json.dumps({"layers": finite(layers), "findings": self.findings()})
 
     def table(self) -> Table:
         """A table for the terminal; needs the package rich."""
@@ -206,11 +206,12 @@ def _cells(layer: LayerReport) -> list[str]:
     ]
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """What JSON can hold of a value: null for numbers that are not finite."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, list | tuple):
-        return [_finite(entry) for entry in value]
+        return [finite(entry) for entry in value]
     if isinstance(value, dict):
-        return {key: _finite(entry) for key, entry in value.items()}
+        return {key: finite(entry) for key, entry in value.items()}
     return value

@@ -7,6 +7,8 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from modenorm.findings import finite
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -81,8 +83,8 @@ class Pruning:
         return {layer.name: layer.after for layer in self.layers}
 
     def to_json(self) -> str:
-        """Everything as a JSON object."""
-        return json.dumps(dataclasses.asdict(self))
+        """Everything as a JSON object; numbers that are not finite become null."""
+        return json.dumps(finite(dataclasses.asdict(self)))
 
     def __str__(self) -> str:
         rows = [(x.name or "model", f"{x.before} → {x.after}", x.words()) for x in self.layers]
