@@ -91,3 +91,15 @@ def test_full_mask_is_no_mask(gate, backend):
     x, upstream = data(6, 3, 8), torch.randn(6, 3, 8).double()
     masked = run(layer, x, upstream, mask=torch.ones(6, 8, dtype=torch.bool))
     assert_same(masked, run(layer, x, upstream), torch.float64)
+
+
+@pytest.mark.parametrize("name", ["reference", "eager", "fused"])
+def test_a_mode_of_padding_alone_has_finite_gradients(name):
+    layer = make_layer(3, 2, 3)
+    mask = torch.ones(4, 8, dtype=torch.bool)
+    mask[3] = False
+    x, upstream = data(4, 3, 8), torch.randn(4, 3, 8).double()
+    with modenorm.use_backend(name):
+        found = run(layer, x, upstream, mask=mask, gates=one_hot([0, 0, 0, 1], 2))
+    assert {"x", "gates"} <= found.gradients.keys()
+    assert all(gradient.isfinite().all() for gradient in found.gradients.values())

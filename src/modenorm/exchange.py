@@ -232,7 +232,7 @@ class _Statistics(torch.autograd.Function):
         ctx: Any, dmode_mean: Tensor | None, dmode_var: Tensor | None, dmass: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, None]:
         mean, var, weights, mode_mean, mode_var, mass = ctx.saved_tensors
-        divisor = mass.clamp_min(torch.finfo(mass.dtype).tiny)[:, None]
+        divisor = mixing.divisor_of(mass)[:, None]
         parts = [torch.zeros_like(mode_mean) if d is None else d for d in (dmode_mean, dmode_var)]
         if dmass is not None:  # in a double backward only
             parts.append(dmass[:, None])

@@ -23,6 +23,7 @@ __all__ = [
     "batch_statistics",
     "channel_modes",
     "coefficients",
+    "divisor_of",
     "product",
     "update_running",
     "written_out",
@@ -92,11 +93,19 @@ def batch_statistics(
     if counts is not None:
         gates = gates * counts[:, None]
     mass = gates.sum(0)  # (K,)
-    weights = (gates / mass.clamp_min(torch.finfo(gates.dtype).tiny)).t()  # (K, N), rows sum to 1
+    weights = (gates / divisor_of(mass)).t()  # (K, N), rows sum to 1
     mode_mean = product(weights, mean)
     between = (mean - mode_mean[:, None]) ** 2  # (K, N, C)
     mode_var = (weights[:, :, None] * (var + between)).sum(1)
     return Statistics(mode_mean, mode_var, mass, mass / total)
+
+
+def divisor_of(mass: Tensor) -> Tensor:
+    """What sums over a mode are divided by: of one without any mass, infinity.
+
+    Its means are then 0, and so are their slopes, also if samples that are all padding have it.
+    """
+    return mass.clamp_min(torch.finfo(mass.dtype).tiny).masked_fill(mass == 0, torch.inf)
 
 
 def coefficients(

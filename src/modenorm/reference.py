@@ -60,7 +60,8 @@ def mode_norm(
         g = gates[:, k].view(along_samples).to(x)  # g_nk, the same for all channels and positions
         if training or running_mean is None or running_var is None:
             n_k = (g * counts).sum(all_but_channels)
-            divisor = n_k.clamp_min(smallest)  # no sample in the mode: all sums are 0
+            # no sample in the mode: all sums are 0, and so are their slopes
+            divisor = n_k.clamp_min(smallest).masked_fill(n_k == 0, torch.inf)
             mean = (g * counts * x).sum(all_but_channels) / divisor
             second = (g * counts * x**2).sum(all_but_channels) / divisor
             if running_mean is not None and running_var is not None and (n_k >= smallest).all():
