@@ -87,6 +87,12 @@ def test_every_model_has_a_recipe() -> None:
 
 
 def test_another_length_needs_its_own_milestones() -> None:
+    for model in RECIPES:
+        own = recipe(model)
+        assert (
+            recipe(model, total=own.total) == recipe(model, unit=own.unit, total=own.total) == own
+        )
+    assert recipe("resnet20", unit="updates", total=160).milestones == ()
     assert recipe("lenet", total=1000).milestones == ()
     assert recipe("lenet", total=1000, milestones=(500,)).milestones == (500,)
     with pytest.raises(ValueError, match="set --total"):

@@ -284,6 +284,7 @@ def recipe(model: str, **changes: Any) -> TrainConfig:
                 "leave --image-size out, or set --dataset folder:PATH"
             )
         settings = {k: v for k, v in settings.items() if k not in ("stream", "image_size")}
-    if "total" in changes:
+    length = {"unit": "epochs", **settings}
+    if any(changes.get(name, length[name]) != length[name] for name in ("unit", "total")):
         settings.update(milestones=(), eval_every=max(1, changes["total"] // 20))
     return TrainConfig(**{"model": model, **settings, **changes})
