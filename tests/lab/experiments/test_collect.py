@@ -188,6 +188,7 @@ def test_a_training_of_two_tables_is_in_both(tmp_path):
     assert line == lines[0] | {"table": "extra"}
     update(tmp_path / "extra.jsonl", [line], TABLES["extra"])
     assert borrow("extra", tmp_path) == []
+    assert cost_text(tmp_path).splitlines()[-1].startswith("| all |  | 1 |")
 
 
 def test_page_round_trip(runs, tmp_path):

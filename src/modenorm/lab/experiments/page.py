@@ -85,7 +85,8 @@ def cost_text(results: Path) -> str:
             keys = {cell.key for cell in cells if cell.group == group}
             if found := [line for line in lines if line["settings"] in keys]:
                 rows.append([table, group, *_cost(found)])
-    rows.append(["all", "", *_cost(everything)])
+    once = {(line["settings"], line["seed"]): line for line in everything}  # of two tables or one
+    rows.append(["all", "", *_cost(list(once.values()))])
     return markdown_table(["table", "experiment", "trainings", "minutes"], rows)
 
 
