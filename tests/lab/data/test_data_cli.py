@@ -1,11 +1,12 @@
 import json
+import os
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from modenorm.lab.cli.data import app
-from modenorm.lab.data import catalog, verify
+from modenorm.lab.data import catalog, load, verify
 
 
 @pytest.fixture
@@ -98,11 +99,14 @@ def test_verify_damaged_and_missing(root, tmp_path):
 
 
 def test_verify_reads_the_files_not_the_cache(small):
-    run("verify", "multitask", "--data", small)
+    load("multitask", small)
     assert (small / ".modenorm-cache" / "mnist.safetensors").exists()
     path = small / "MNIST" / "raw" / "train-labels-idx1-ubyte.gz"
-    path.write_bytes(path.read_bytes()[:-9])
-    assert run("verify", "mnist", "--data", small).exit_code == 2
+    data, status = path.read_bytes(), path.stat()
+    path.write_bytes(data[:20] + bytes([data[20] ^ 1]) + data[21:])  # a bit that the disk lost
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    for name in ("mnist", "multitask"):
+        assert run("verify", name, "--data", small).exit_code == 2
 
 
 def test_original_files_are_recognised(small, monkeypatch):
