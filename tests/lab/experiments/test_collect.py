@@ -1,5 +1,7 @@
+import contextlib
 import json
 import math
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from modenorm.lab.experiments.collect import borrow, read_lines
 from modenorm.lab.experiments.gates import gate_rows
 from modenorm.lab.experiments.page import busy_minutes, cost_text
 from modenorm.lab.experiments.summary import HEADER, Difference, orders, rows
+from modenorm.lab.training.files import write_whole
 
 ROOT = Path(__file__).parents[3]
 CELLS = TABLES["table1"]
@@ -160,6 +163,24 @@ def test_results_are_merged(runs, tmp_path):
     assert [line["seed"] for line in found[:3]] == [0, 1, 2]
     assert all(line in found for line in newer)
     assert [p.name for p in path.parent.iterdir()] == ["table1.jsonl"]
+
+
+def test_two_commands_add_to_one_file(runs, tmp_path, monkeypatch):
+    path, lines = tmp_path / "results" / "table1.jsonl", collect(CELLS, runs).lines
+    both = threading.Barrier(2)
+
+    def slow(*given):
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(timeout=0.2)  # unless one waits for the other, both have read by now
+        write_whole(*given)
+
+    monkeypatch.setattr("modenorm.lab.training.files.write_whole", slow)
+    commands = [threading.Thread(target=update, args=(path, [line], CELLS)) for line in lines[:2]]
+    for command in commands:
+        command.start()
+    for command in commands:
+        command.join()
+    assert read_lines(path) == lines[:2]
 
 
 def test_broken_results_are_refused_and_kept(tmp_path):

@@ -9,7 +9,7 @@ from rich.console import Console
 from modenorm.lab.cli.shown import make_table
 from modenorm.lab.experiments import mixtures
 from modenorm.lab.experiments.mixtures import CANDIDATES, METHODS, NEEDED, TOLERANCES, TUNING_SEED
-from modenorm.lab.training.files import read_objects, write_lines
+from modenorm.lab.training.files import alone_in, read_objects, write_lines
 
 NAMES = {False: "automatic_mixtures.jsonl", True: "automatic_tuning.jsonl"}
 
@@ -53,7 +53,7 @@ def _keep(file: Path, new: list[dict[str, Any]]) -> None:
     def key(line: dict[str, Any]) -> tuple[str, float, float]:
         return line["method"], line["strength"], line["closing"]
 
-    lines = [line for line in read_objects(file, NEEDED) if key(line) != key(new[0])] + new
-    lines.sort(key=lambda line: (line["method"] != "none", key(line)))
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_lines(file, lines)
+    with alone_in(file.parent):
+        lines = [line for line in read_objects(file, NEEDED) if key(line) != key(new[0])] + new
+        lines.sort(key=lambda line: (line["method"] != "none", key(line)))
+        write_lines(file, lines)

@@ -16,7 +16,7 @@ from modenorm.lab.experiments.paper import (
 from modenorm.lab.experiments.tables import TABLES
 from modenorm.lab.report.records import Record, find_directories, is_number, read_record
 from modenorm.lab.training import Run, TrainConfig, Training
-from modenorm.lab.training.files import read_objects, write_lines
+from modenorm.lab.training.files import alone_in, read_objects, write_lines
 
 Line = dict[str, Any]
 OF_RESULT = (
@@ -219,10 +219,13 @@ def merge(old: Iterable[Line], new: Iterable[Line], cells: Sequence[Cell]) -> li
 
 
 def update(path: Path, new: Iterable[Line], cells: Sequence[Cell]) -> list[Line]:
-    """Merge lines into a file of results and return all it then holds."""
-    old = read_lines(path)
-    lines = merge(old, new, cells)
-    if lines != old:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_lines(path, lines)
+    """Merge lines into a file of results, which others may add to, and return all it then holds."""
+    new = list(new)
+    if not new:
+        return read_lines(path)
+    with alone_in(path.parent):
+        old = read_lines(path)
+        lines = merge(old, new, cells)
+        if lines != old:
+            write_lines(path, lines)
     return lines

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,28 @@ def _parse(line: bytes, names: Set[str], where: str) -> dict[str, Any]:
     if not isinstance(value, dict) or not value.keys() >= names:
         raise ValueError(f"{where} is no line of results: mend or remove it")
     return value
+
+
+@contextlib.contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Make a folder, and wait until no other process is in this part of the code for it.
+
+    For files that are read, added to and written again. The system lets go of the folder by itself
+    if this process is killed; file systems and systems without such locks go without.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def remove_partial(folder: Path) -> None:
