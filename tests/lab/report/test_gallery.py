@@ -10,7 +10,13 @@ from torch import nn
 import modenorm
 from modenorm.lab.data import ImageSet
 from modenorm.lab.report import Gallery, contact_sheet, make_gallery
-from modenorm.lab.report.gallery import COLUMNS, choose_layers, strongest
+from modenorm.lab.report.gallery import (
+    COLUMNS,
+    LARGEST_PICTURE,
+    choose_layers,
+    encode,
+    strongest,
+)
 
 torch.set_num_threads(1)
 
@@ -68,6 +74,21 @@ def test_modes_show_the_images_they_claim_most_strongly(images):
             assert claim.domain == images.domain_names[sample % 2]
             assert claim.label == images.classes[sample % 2]
     assert layer.modes[0].share + layer.modes[1].share == pytest.approx(1, abs=1e-3)
+
+
+def test_very_many_images_become_smaller(images, monkeypatch):
+    monkeypatch.setattr("modenorm.lab.report.gallery.LARGEST_PICTURE", 20)
+    gallery = made(images, count=50)
+    assert gallery.tile == 5  # four rows
+    values = images.images[:, 0, 0, 0].sort()[0].tolist()
+    shown = [tile(gallery, claim.tile) for claim in gallery.layers[0].modes[0].claims]
+    assert shown == pytest.approx(values, abs=12)  # of tiles that share WebP's blocks
+
+
+def test_a_picture_is_as_large_as_a_webp_can_be():
+    encode(Image.new("RGB", (1, LARGEST_PICTURE)), "WEBP")
+    with pytest.raises(ValueError, match=f"limit of {LARGEST_PICTURE} pixels"):
+        encode(Image.new("RGB", (1, LARGEST_PICTURE + 1)), "WEBP")
 
 
 def test_ties_are_not_broken_by_position():

@@ -31,6 +31,8 @@ from modenorm.recording import listening, mode_layers
 FORMAT = "modenorm gallery 1"
 COLUMNS = 16
 LARGEST_TILE = 64
+LARGEST_PICTURE = 16383
+"""Side of a WebP."""
 BATCH = 512
 BROKEN = (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError)
 
@@ -198,7 +200,7 @@ def gallery_of(
         known: Labels and domains of the images; their pixels are not looked at.
         pixels: Returns those of some samples, uint8 (N, 3, H, W).
         dataset: The set's name.
-        tile: Side of a picture on the page.
+        tile: Side of a picture on the page; less if there are very many.
         layers: Names of the layers to show.
         count: Images for each mode.
     """
@@ -208,6 +210,7 @@ def gallery_of(
     found = tuple(
         _claims(name, gates[name], known, count, tiles, tuple(findings[name])) for name in layers
     )
+    tile = min(tile, LARGEST_PICTURE // math.ceil(len(tiles) / COLUMNS))
     picture = tile_picture(pixels(list(tiles)), tile)
     return Gallery(dataset, len(known.labels), tile, found, picture), report
 
