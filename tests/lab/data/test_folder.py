@@ -43,6 +43,18 @@ def test_load(folder, form):
     assert torch.equal(again.train.images, data.train.images)
 
 
+def test_the_name_of_a_folder(folder, monkeypatch):
+    monkeypatch.chdir(folder / "train")
+    for name, expected in (
+        (f"folder:{folder}", folder.name),
+        (f"folder:a name={folder}", "a name"),
+        ("folder:..", folder.name),
+        (folder, folder.name),
+    ):
+        data = load(name, use_cache=False)
+        assert (data.name, data.test.domain_names) == (expected, (expected,))
+
+
 def test_new_image_is_noticed(folder):
     load(folder)
     write_image(folder / "train" / "ant" / "4.png")

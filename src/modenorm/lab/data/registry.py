@@ -12,7 +12,7 @@ from torch import Tensor
 from modenorm.lab.data import builtin, cache
 from modenorm.lab.data.catalog import MULTITASK, PUBLISHED
 from modenorm.lab.data.files import fingerprint
-from modenorm.lab.data.folder import folder_path, index_folder, read_folder
+from modenorm.lab.data.folder import folder_name, folder_path, index_folder, read_folder
 from modenorm.lab.data.sets import DataError, DataSet, ImageSet
 
 NAMES = (*PUBLISHED, "multitask", "builtin")
@@ -38,7 +38,9 @@ def load(
     """
     folder = _folder(name)
     if folder is not None:
-        return _load_folder(folder, size, use_cache)
+        given = folder_name(os.fspath(name))
+        title = folder.resolve().name if given == folder.name else given
+        return _load_folder(title, folder, size, use_cache)
     if name == "builtin":
         return builtin.make()
     root = Path("data" if root is None else root)
@@ -112,10 +114,9 @@ def _colour_images(parts: Sequence[Tensor]) -> Tensor:
     return images
 
 
-def _load_folder(folder: Path, size: int | None, use_cache: bool) -> DataSet:
+def _load_folder(title: str, folder: Path, size: int | None, use_cache: bool) -> DataSet:
     if size is not None and size < 1:
         raise DataError(f"size {size} for {folder}: expected at least 1 pixel")
-    name = folder.resolve().name
     index = index_folder(folder)
     if use_cache:
         key = fingerprint(index.paths, FORMAT, size, index)
@@ -126,6 +127,6 @@ def _load_folder(folder: Path, size: int | None, use_cache: bool) -> DataSet:
 
     def one(split: str) -> ImageSet:
         images, labels = splits[split]
-        return ImageSet(images, labels, torch.zeros_like(labels), index.classes, (name,))
+        return ImageSet(images, labels, torch.zeros_like(labels), index.classes, (title,))
 
-    return DataSet(name, one("train"), one("test"))
+    return DataSet(title, one("train"), one("test"))
