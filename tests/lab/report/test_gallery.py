@@ -105,6 +105,14 @@ def test_a_gallery_survives_the_way_through_files(images, tmp_path):
     assert Gallery.load(tmp_path / "elsewhere") is None
 
 
+def test_a_gallery_that_was_half_replaced_is_told(images, tmp_path):
+    """As after a kill between the two files, which would show other images under the old names."""
+    made(images, count=3).save(tmp_path)
+    (tmp_path / "gallery.webp").write_bytes(made(images, count=4).picture)
+    with pytest.raises(ValueError, match="broken"):
+        Gallery.load(tmp_path)
+
+
 @pytest.mark.parametrize(
     "damage",
     [

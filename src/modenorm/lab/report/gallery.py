@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from io import BytesIO
@@ -79,7 +80,7 @@ class Gallery:
         values = asdict(self)
         del values["picture"]
         write_whole(folder / "gallery.webp", self.picture)
-        text = json.dumps({"format": FORMAT, **values})
+        text = json.dumps({"format": FORMAT, "crc32": zlib.crc32(self.picture), **values})
         write_whole(folder / "gallery.json", text.encode())
 
     @classmethod
@@ -92,6 +93,8 @@ class Gallery:
             if values.pop("format") != FORMAT:
                 raise ValueError("unknown format")
             picture = (folder / "gallery.webp").read_bytes()
+            if values.get("crc32", checksum := zlib.crc32(picture)) != checksum:
+                raise ValueError("the picture is not the one that was written with it")
             with Image.open(BytesIO(picture)) as opened:
                 tiles = COLUMNS * (opened.height // values["tile"])
             layers = tuple(_read_layer(layer, tiles) for layer in values.pop("layers"))
