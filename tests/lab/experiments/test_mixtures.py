@@ -11,8 +11,17 @@ from typer.testing import CliRunner
 from modenorm.lab.cli import app
 from modenorm.lab.cli import mixtures as command
 from modenorm.lab.experiments import mixtures
-from modenorm.lab.experiments.mixtures import MIXTURES, Learner, Method, Mixture, Sources, losses
+from modenorm.lab.experiments.mixtures import (
+    MIXTURES,
+    NEEDED,
+    Learner,
+    Method,
+    Mixture,
+    Sources,
+    losses,
+)
 from modenorm.lab.experiments.page import with_results
+from modenorm.lab.training.files import read_objects
 
 ROOT = Path(__file__).parents[3]
 
@@ -103,6 +112,14 @@ def test_the_summary_counts() -> None:
     header, rows = mixtures.summary(lines)
     assert header == ["mixture", "pruning alone"]
     assert rows == [["a", "2/3 (2.3)"], ["all", "2/3"]]
+
+
+def test_all_conditions_are_told() -> None:
+    lines = read_objects(ROOT / "results" / "automatic_mixtures.jsonl", NEEDED)[:2]
+    lines[1] |= {"steps": 7, "device": "abacus", "torch": "0.1", "date": "1999-12-31T00:00"}
+    told = mixtures.tuning_table(lines).splitlines()[-1]
+    for words in ("1000, 7 steps", ", abacus, torch", ", 0.1, commit", ", 1999-12-31."):
+        assert words in told
 
 
 def test_names_of_methods_tell_them_apart() -> None:

@@ -45,7 +45,7 @@ TUNING_SEED = 1000  # development seeds count up from here, published ones from 
 Line = dict[str, Any]
 NEEDED = {
     "mixture", "modes", "seed", "method", "strength", "closing", "tolerance", "found", "error",
-    "pruned_error", "change", "commit",
+    "pruned_error", "change", "steps", "device", "torch", "commit", "date",
 }  # fmt: skip
 """What a line must have to be shown."""
 
@@ -356,11 +356,14 @@ def mixtures_tables(lines: Sequence[Line]) -> str:
 
 def tuning_table(lines: Sequence[Line]) -> str:
     """Hits and errors of every strength and tolerance, in Markdown, and where they come from."""
-    about, seeds = lines[0], sorted({line["seed"] for line in lines})
-    commits = ", ".join(dict.fromkeys(line["commit"] for line in lines))
+
+    def all_of(name: str, length: int | None = None) -> str:
+        return ", ".join(dict.fromkeys(str(line[name])[:length] for line in lines))
+
+    seeds = sorted({line["seed"] for line in lines})
     conditions = (
-        f"Seeds {seeds[0]} to {seeds[-1]}, at most {MAX_MODES} modes, {about['steps']} steps of "
-        f"{BATCH} samples; {about['device']}, torch {about['torch']}, commit {commits}, "
-        f"{about['date'][:10]}."
+        f"Seeds {seeds[0]} to {seeds[-1]}, at most {MAX_MODES} modes, {all_of('steps')} steps of "
+        f"{BATCH} samples; {all_of('device')}, torch {all_of('torch')}, "
+        f"commit {all_of('commit')}, {all_of('date', 10)}."
     )
     return "\n\n".join([markdown_table(*errors(lines)), conditions])
