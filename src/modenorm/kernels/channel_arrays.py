@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from modenorm.kernels.layout import MOST_ROWS
 
-__all__ = ["ChannelBackward", "ChannelForward", "Given", "fits"]
+__all__ = ["ChannelBackward", "ChannelForward", "Given", "can_count_gates", "fits"]
 
 MAX_CHANNELS = 8192
 """A program of gpu_channels.py keeps all channels of its sample in registers."""
@@ -34,9 +35,13 @@ class Given(NamedTuple):
 
 def fits(x: Tensor, num_modes: int, weight: Tensor | None, bias: Tensor | None) -> bool:
     """Whether the kernels take these: not too many channels, one weight and bias for each."""
-    gates = 2 * x.shape[:2].numel() * num_modes  # twice, as many as a gate has parameters
-    few = x.shape[1] <= MAX_CHANNELS and gates < MOST_ROWS
+    few = x.shape[1] <= MAX_CHANNELS and can_count_gates(x, num_modes)
     return few and all(p is None or p.shape == x.shape[1:2] for p in (weight, bias))
+
+
+def can_count_gates(x: Tensor, num_modes: int) -> bool:
+    """Whether kernels on a GPU can: twice, as many as a gate has parameters. See `can_count`."""
+    return torch.compiler.is_compiling() or 2 * x.shape[:2].numel() * num_modes < MOST_ROWS
 
 
 class ChannelForward(NamedTuple):

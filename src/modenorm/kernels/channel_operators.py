@@ -8,7 +8,12 @@ import torch
 from torch import Tensor
 
 from modenorm.kernels import plain
-from modenorm.kernels.channel_arrays import ChannelBackward, ChannelForward, Given
+from modenorm.kernels.channel_arrays import (
+    ChannelBackward,
+    ChannelForward,
+    Given,
+    can_count_gates,
+)
 from modenorm.kernels.cpp_operator import Work, repeated
 from modenorm.kernels.layout import as_dense, dense_like
 from modenorm.kernels.slab import channel_backward_slab, channel_forward_slab, channel_kept_slab
@@ -88,6 +93,7 @@ def _statistics(x: Tensor, *given: Any) -> Work:
     from modenorm.kernels.channel_plan import channel_plan_for
 
     x, inputs = as_dense(x), Given(*given).contiguous()
+    assert can_count_gates(x, len(inputs.gate_weight)), "too many rows"
     plan = channel_plan_for(x, inputs)
     gates = torch.empty(plan.gates_shape, device=x.device, dtype=torch.float32)
     kept, lines = plan.kept.allocate(x.device), plan.forward.allocate(x.device)

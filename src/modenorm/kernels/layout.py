@@ -51,8 +51,11 @@ def interpreting() -> bool:
 
 
 def can_count(x: Tensor, num_modes: int = 1) -> bool:
-    """Whether kernels on a GPU can count samples times channels, and samples times modes."""
-    if x.numel() * num_modes < MOST_ROWS:
+    """Whether kernels on a GPU can count samples times channels, and samples times modes.
+
+    Tracing, sizes may be symbols that a look would tie down: operators look when they run.
+    """
+    if torch.compiler.is_compiling() or x.numel() * num_modes < MOST_ROWS:
         return True
     return max(x.shape[:2].numel(), x.shape[0] * num_modes) < MOST_ROWS
 

@@ -150,7 +150,7 @@ def _statistics(
     update, apart = "usage" if by_usage else "paper", gates is not None
     options = Options(True, momentum, eps, update, usage_matters=usage_matters)
     plan = plan_for(x, inputs, estimates, options, estimates is not None, apart)
-    assert plan is not None  # all was seen to fit while tracing
+    assert plan is not None, "too many rows"  # all else was seen to fit while tracing
     kept, lines = plan.kept.allocate(x.device), plan.forward.allocate(x.device)
     running, usage = (running_mean, running_var, tracked, share), _usage(x, inputs, usage_matters)
     arrays = Forward(x, *inputs, *running, usage, gates, kept, lines, None)
@@ -180,7 +180,7 @@ def _gradients(
     dusage = None if dusage is None else as_aligned(dusage)
     options, apart = Options(True, None, eps), gates is not None
     plan = plan_for(x, inputs, None, options, gates_apart=apart, others=(kept, dused))
-    assert plan is not None
+    assert plan is not None, "too many rows"
     found = [_like(given, x) for given in inputs]
     dgates, *gradients = (None if p is None else d for p, d in zip(inputs, found, strict=True))
     lines = plan.backward.allocate(x.device)
