@@ -149,22 +149,18 @@ def _store_sums(
     x_ptr, sums_ptr, num_channels, num_positions, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr
 ):
     """Sums over the positions."""
+    positions = tl.arange(0, BLOCK_P)
     for first in range(0, num_channels, BLOCK_C):
         channels = first + tl.arange(0, BLOCK_C)
+        mask_c = channels < num_channels
         total = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
-        ahead = _load_last(x_ptr, 0, channels, num_channels, num_positions, BLOCK_P)
+        mask = positions < num_positions
+        ahead = load_rows(x_ptr, positions, channels, mask, mask_c, num_channels)
         for position in range(BLOCK_P, num_positions + BLOCK_P, BLOCK_P):
             total += ahead.to(tl.float32)
-            ahead = _load_last(x_ptr, position, channels, num_channels, num_positions, BLOCK_P)
-        tl.store(sums_ptr + channels * 4, tl.sum(total, 0), mask=channels < num_channels)
-
-
-@triton.jit
-def _load_last(x_ptr, first, channels, num_channels, num_positions, BLOCK_P: tl.constexpr):
-    positions = first + tl.arange(0, BLOCK_P)
-    mask = (positions < num_positions)[:, None] & (channels < num_channels)[None, :]
-    offs = positions[:, None] * num_channels + channels[None, :]
-    return tl.load(x_ptr + offs, mask=mask, other=0.0)
+            mask = position + positions < num_positions
+            ahead = load_rows(x_ptr, position + positions, channels, mask, mask_c, num_channels)
+        tl.store(sums_ptr + channels * 4, tl.sum(total, 0), mask=mask_c)
 
 
 @triton.jit
@@ -172,22 +168,15 @@ def _store_row_sums(
     x_ptr, sums_ptr, num_channels, num_positions, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr
 ):
     """The same of rows that fit a tile."""
-    ahead = _load_rows(x_ptr, 0, num_channels, num_positions, BLOCK_P, BLOCK_C)
+    positions, channels = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_C)
+    mask_p, mask = positions < num_positions, channels < num_channels
+    ahead = load_rows(x_ptr, channels, positions, mask, mask_p, num_positions)
     for first in range(0, num_channels, BLOCK_C):
         x = ahead.to(tl.float32)
-        ahead = _load_rows(x_ptr, first + BLOCK_C, num_channels, num_positions, BLOCK_P, BLOCK_C)
-        channels = first + tl.arange(0, BLOCK_C)
-        tl.store(sums_ptr + channels * 4, tl.sum(x, 1), mask=channels < num_channels)
-
-
-@triton.jit
-def _load_rows(
-    x_ptr, first, num_channels, num_positions, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr
-):
-    channels, positions = first + tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_P)
-    mask = (channels < num_channels)[:, None] & (positions < num_positions)[None, :]
-    offs = channels[:, None] * num_positions + positions[None, :]
-    return tl.load(x_ptr + offs, mask=mask, other=0.0)
+        after = first + BLOCK_C + channels
+        ahead = load_rows(x_ptr, after, positions, after < num_channels, mask_p, num_positions)
+        here = first + channels
+        tl.store(sums_ptr + here * 4, tl.sum(x, 1), mask=here < num_channels)
 
 
 @triton.jit

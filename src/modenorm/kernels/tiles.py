@@ -191,13 +191,11 @@ def inference_tile(geometry: Geometry, num_modes: int) -> Tile:
     many = large and (not channels_last or (dtype.itemsize == 4 and positions <= 64))
     num_warps = min(2 * INFERENCE_WARPS if many else INFERENCE_WARPS, max(1, size // 512))
     most = 32 * num_warps * INFERENCE_BYTES // dtype.itemsize
+    rows, columns = map(triton.next_power_of_2, (channels, positions))
     if channels_last:
-        if large and samples <= PROCESSORS:
-            most *= 2
-        rows, columns = map(triton.next_power_of_2, (channels, positions))
+        most *= 2 if large and samples <= PROCESSORS else 1
         return _columns_tile(rows, columns, most, most, num_warps)
     if not pieces:
-        rows, columns = map(triton.next_power_of_2, (channels, positions))
         return Tile(min(rows, max(1, most // columns)), columns, num_warps)
     if num_modes > 2 or (large and dtype.itemsize == 2):
         most //= 2  # pieces have a sum for each mode
