@@ -12,7 +12,7 @@ from torch import nn
 
 from modenorm import ModeGroupNorm, ModeNorm1d, ModeNorm2d, mode_report, prune_modes, record_gates
 from modenorm.modes import effective_size, mutual_information, statistics_distances
-from small_models import mode_model
+from small_models import counting_backend, mode_model
 
 torch.set_num_threads(1)
 
@@ -159,13 +159,8 @@ def test_the_model_is_left_as_it_was():
 
 def test_a_compiled_model_is_reported_and_compiles_nothing():
     model, x = nn.Sequential(ModeNorm2d(3, 2), ModeGroupNorm(3, 2)).eval(), torch.randn(8, 3, 4, 4)
-    graphs = []
-
-    def count(graph, _):
-        graphs.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(model, backend=count, fullgraph=True)
+    backend, graphs = counting_backend()
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
     compiled(x)
     labels = torch.arange(8) % 2
     found, expected = (mode_report(m, [x], labels).layers for m in (compiled, model))

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from modenorm import ModeGroupNorm, ModeNorm2d, record_gates, recording
-from small_models import mode_model
+from small_models import counting_backend, mode_model
 
 torch.set_num_threads(1)
 
@@ -155,13 +155,8 @@ def test_a_compiled_model_is_recorded():
 
 def test_recording_compiles_nothing():
     model, x = mode_model().eval(), torch.randn(4, 3, 8, 8)
-    graphs = []
-
-    def count(graph, _):
-        graphs.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(model, backend=count, fullgraph=True)
+    backend, graphs = counting_backend()
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
     compiled(x)
     with record_gates(model) as gates:
         for _ in range(12):  # more than Dynamo would compile
