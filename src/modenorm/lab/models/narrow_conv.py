@@ -122,7 +122,7 @@ def _kernels_type(x: Tensor, weight: Tensor) -> torch.dtype | None:
         )
     if not alike or dtype not in HALF_TYPES or x.shape[1] != weight.shape[1]:
         return None
-    if max(weight.shape[:2]) == max(WIDTHS) and x.shape[2] * x.shape[3] > _LARGE:
+    if max(weight.shape[:2]) == max(WIDTHS) and x.shape[2] * x.shape[3] >= _LARGE:
         return None
     small = x.numel() // x.shape[1] < _MOST_PIXELS
     return dtype if small and x.is_contiguous(memory_format=torch.channels_last) else None

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from modenorm.lab.models.blocks import he_conv, sequential
+from modenorm.lab.models.max_pool import HalvingMaxPool2d
 from modenorm.lab.models.norms import NormFactory
 
 Shortcut = Literal["pad", "project"]
@@ -43,7 +44,7 @@ def resnet18(num_classes: int, norm: NormFactory, *, stem: Stem = "imagenet") ->
     match stem:
         case "imagenet":
             first = _conv_norm_relu(64, 7, 2, norm)
-            first.add_module("pool", nn.MaxPool2d(3, stride=2, padding=1))
+            first.add_module("pool", HalvingMaxPool2d())
         case "small":
             first = _conv_norm_relu(64, 3, 1, norm)
         case _:
