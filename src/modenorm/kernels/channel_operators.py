@@ -65,7 +65,8 @@ class _Map(torch.autograd.Function):
         dx = dy * scale.view(along) + offset.view(along)
         if ctx.pixel:
             mean, *_ = channel_kept_slab(shape, ctx.pixel).tensors(kept)
-            dx = dx + (x - mean.view(along)) * slope.view(along)
+            # not x - mean: that is in the forward too, and might be kept for here, in float32
+            dx = dx - (mean.view(along) - x) * slope.view(along)
         _, _, weight, bias = parameters
         found = (None if weight is None else dweight, None if bias is None else dbias)
         return plain.as_type(dx, x.dtype), *dgate, *found, *(None,) * 6

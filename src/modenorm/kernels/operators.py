@@ -97,8 +97,9 @@ class _Map(torch.autograd.Function):
         mean, *_ = _kept_slab(x, inputs).tensors(kept)
         slope, offset, scale, *_ = _backward_slab(x, inputs).tensors(lines)
         along = x.shape[:2] + (1,) * (x.ndim - 2)
-        apart = x - mean.view(along)
-        dx = dy * scale.view(along) + (apart * slope.view(along) + offset.view(along))
+        # not x - mean: that is in the forward too, and might be kept for here, in float32
+        apart = mean.view(along) - x
+        dx = dy * scale.view(along) + (offset.view(along) - apart * slope.view(along))
         present = (None if p is None else d for p, d in zip(inputs, found, strict=True))
         return plain.as_type(dx, x.dtype), *present, *(None,) * 5
 

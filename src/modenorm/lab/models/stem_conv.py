@@ -36,17 +36,24 @@ class StemConv2d(nn.Conv2d):
 
     def by_windows(self, x: Tensor) -> Tensor:
         """Convolve x (N, C, H, W) as a product of matrices; the result lies channels last."""
-        weight = self.weight.flatten(1)
+        weight = self.weight.permute(0, 2, 3, 1).flatten(1)
         zeros = (0, -weight.shape[1] % _MULTIPLE)
         y = F.linear(F.pad(self.windows(x), zeros), F.pad(weight, zeros), self.bias)
         return y.permute(0, 3, 1, 2)
 
     def windows(self, x: Tensor) -> Tensor:
-        """What the kernel sees at each position: (N, H', W', C · height · width)."""
+        """What the kernel sees at each position: (N, H', W', height · width · C).
+
+        The channels of a row's pixels are one axis: where images lie channels last, a row of a
+        window is one piece of memory.
+        """
         (height, width), (down, right) = self.kernel_size, self.stride
-        x = F.pad(x, self._reversed_padding_repeated_twice)
-        views = x.unfold(2, height, down).unfold(3, width, right)
-        return views.permute(0, 2, 3, 1, 4, 5).flatten(3)
+        channels = x.shape[1]
+        before, after, above, below = self._reversed_padding_repeated_twice
+        rows = x.permute(0, 2, 3, 1).flatten(2)
+        rows = F.pad(rows, (before * channels, after * channels, above, below))
+        views = rows.unfold(1, height, down).unfold(2, width * channels, right * channels)
+        return views.flatten(3)
 
     def _gains(self, x: Tensor) -> bool:
         if not ENABLED or x.device.type != "cuda" or x.ndim != 4:
