@@ -6,6 +6,7 @@ from torch import nn
 
 from modenorm.lab.models.blocks import he_conv, sequential
 from modenorm.lab.models.norms import NormFactory
+from modenorm.lab.models.quarter_pool import QuarterMaxPool2d
 
 STAGES = (64, 128, 256, 512, 512)
 
@@ -28,7 +29,7 @@ def vgg13(num_classes: int, norm: NormFactory) -> nn.Sequential:
                 conv=he_conv(in_channels, width, 3), norm=norm(width), act=nn.ReLU()
             )
             in_channels = width
-        layers[f"pool{stage}"] = nn.MaxPool2d(2)
+        layers[f"pool{stage}"] = QuarterMaxPool2d()
     return sequential(
         features=sequential(**layers),
         flatten=nn.Flatten(),
