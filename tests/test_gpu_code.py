@@ -24,7 +24,7 @@ from modenorm.kernels.gpu_inference import inference_launch  # noqa: E402
 from modenorm.kernels.gpu_mixing import Mixing  # noqa: E402
 from modenorm.kernels.gpu_several import launch_for  # noqa: E402
 from modenorm.kernels.tiles import inference_tile, lines_for  # noqa: E402
-from modenorm.lab.models import max_pool, narrow_conv  # noqa: E402
+from modenorm.lab.models import max_pool, narrow_conv, small_conv  # noqa: E402
 
 STREAMED = ("x_ptr", "y_ptr", "dy_ptr", "dx_ptr")
 OTHER_TYPES = {"tracked_ptr": "i64", "random_ptr": "i64", "place_ptr": "u8"}
@@ -256,3 +256,38 @@ def test_max_pooling_compiles(capability, channels, side, monkeypatch, tmp_path)
         used = resources(done, tmp_path)
         assert used["STACK"] == used["SHARED"] == 0, name
         assert used["REG"] * 6 * 32 * launch.options["num_warps"] <= 1 << 16, name
+
+
+LENETS = [((3, 6), 32, 1, 0), ((6, 16), 14, 1, 0), ((3, 12), 32, 2, 2), ((12, 12), 16, 2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("capability", "channels", "side", "stride", "padding"),
+    [*((90, *sizes) for sizes in LENETS), (80, *LENETS[-1])],
+)
+def test_small_convolutions_compile(
+    capability, channels, side, stride, padding, monkeypatch, tmp_path
+):
+    """Products of float32, in registers of which 16 warps find enough; threads share nothing."""
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    monkeypatch.setattr(launches, "can_overlap", lambda: capability >= 90)
+    after = (side + 2 * padding - 5) // stride + 1
+    shape, result = (512, channels[0], side, side), (512, channels[1], after, after)
+    steps = ((5, 5), stride, padding)
+    convs = [
+        small_conv.conv_launch(shape, result, *steps, False),
+        small_conv.conv_launch(result, shape, *steps, True),
+    ]
+    wgrad, add_up, _ = small_conv.wgrad_launches(shape, result, *steps)
+    for launch in (*convs, wgrad, add_up):
+        done = compile_for(launch, capability, "fp32")
+        ptx = done.asm["ptx"]
+        name = launch.kernel.__name__
+        assert ("griddepcontrol.wait" in ptx) == (capability >= 90), name
+        assert "mma" not in ptx, name
+        if launch is add_up:
+            continue
+        assert "fma.rn.f32" in ptx, name
+        used = resources(done, tmp_path)
+        assert used["STACK"] == used["SHARED"] == 0, name
+        assert used["REG"] * 16 * 32 <= 1 << 16, name

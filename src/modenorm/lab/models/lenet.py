@@ -9,6 +9,7 @@ from torch import nn
 
 from modenorm.lab.models.blocks import sequential
 from modenorm.lab.models.norms import NormFactory
+from modenorm.lab.models.small_conv import SmallConv2d
 
 Activation = Literal["relu", "tanh", "sigmoid"]
 Pool = Literal["max", "avg"]
@@ -32,7 +33,7 @@ def lenet(
 
     def stage(in_channels: int, out_channels: int) -> nn.Sequential:
         return sequential(
-            conv=nn.Conv2d(in_channels, out_channels, 5, bias=False),
+            conv=SmallConv2d(in_channels, out_channels, 5),
             norm=norm(out_channels),
             act=act(),
             pool=pooling(2),
@@ -61,7 +62,7 @@ def lenet1989(
 
     def stage(in_channels: int) -> nn.Sequential:
         return sequential(
-            conv=nn.Conv2d(in_channels, 12, 5, stride=2, padding=2, bias=False),
+            conv=SmallConv2d(in_channels, 12, 5, stride=2, padding=2),
             norm=norm(12),
             act=act(),
         )
