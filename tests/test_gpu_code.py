@@ -268,7 +268,7 @@ LENETS = [((3, 6), 32, 1, 0), ((6, 16), 14, 1, 0), ((3, 12), 32, 2, 2), ((12, 12
 def test_small_convolutions_compile(
     capability, channels, side, stride, padding, monkeypatch, tmp_path
 ):
-    """Products of float32, in registers of which 16 warps find enough; threads share nothing."""
+    """Products of float32, in registers of which 12 warps find enough; threads share nothing."""
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     monkeypatch.setattr(launches, "can_overlap", lambda: capability >= 90)
     after = (side + 2 * padding - 5) // stride + 1
@@ -290,4 +290,4 @@ def test_small_convolutions_compile(
         assert "fma.rn.f32" in ptx, name
         used = resources(done, tmp_path)
         assert used["STACK"] == used["SHARED"] == 0, name
-        assert used["REG"] * 16 * 32 <= 1 << 16, name
+        assert used["REG"] * 12 * 32 <= 1 << 16, name

@@ -27,6 +27,7 @@ def test_where_the_models_have_it():
     assert pools == ["pool1"]
     assert isinstance(model.pool1, HalvingMaxPool2d)
     assert repr(model.pool1).startswith("HalvingMaxPool2d(kernel_size=3, stride=2, padding=1")
+    assert isinstance(create_model("resnet18", num_classes=10).stem.pool, HalvingMaxPool2d)
 
 
 def test_traced():

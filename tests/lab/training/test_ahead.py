@@ -9,7 +9,7 @@ import torch
 from fake_data import fake_config, fake_data
 from torch import nn
 
-from modenorm.lab.training import ahead, train_many
+from modenorm.lab.training import ahead, step, train_many
 from modenorm.lab.training.sources import SharedData
 
 CPU = torch.device("cpu")
@@ -94,14 +94,14 @@ def test_no_processes_without_need(monkeypatch, cores):
 def test_a_form_takes_a_step_of_a_training(monkeypatch):
     shapes = []
 
-    def compiled(model: nn.Module):
+    def compiled(function):
         def forward(images):
             shapes.append((tuple(images.shape), torch.is_autocast_enabled("cpu")))
-            return model(images)
+            return function(images)
 
-        return forward
+        return forward if isinstance(function, nn.Module) else function
 
-    monkeypatch.setattr(ahead, "compiled", compiled)
+    monkeypatch.setattr(step, "compiled", compiled)
     config = fake_config(compile=True, dtype="bfloat16")
     ahead.compile_form(ahead.Form(config, 4, (8, 8)), CPU)
     assert shapes == [((4, 3, 8, 8), True)]

@@ -20,6 +20,10 @@ from modenorm.lab.training import (
     train_many,
     trainer,
 )
+from modenorm.lab.training.ranks import Ranks
+from modenorm.lab.training.sources import SharedData
+from modenorm.lab.training.step import Step
+from small_models import counting_backend
 
 
 def test_alone_and_beside_others_is_the_same(tmp_path: Path) -> None:
@@ -48,6 +52,25 @@ def test_compiled_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert results[0]["final_error"] == results[1]["final_error"]
     losses = [Run.of(c, tmp_path).metrics()[-1]["train_loss"] for c in (config, compiled)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("crop", ["padded", "resized"])
+def test_compiled_drawing(crop: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same batches, by one form for all seeds."""
+    backend, graphs = counting_backend()
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    device = torch.device("cpu")
+    for seed in range(2):
+        config = fake_config(augment=True, crop=crop, seed=seed)
+        data = SharedData(device, None, fake_data()).get(config)
+        plain, compiled = (Step.of(config, data, 9, 3, device, Ranks()) for _ in range(2))
+        compiled.compile()
+        for step in (plain, compiled):
+            step.loader.load(1, 4)
+        for _ in range(3):
+            assert all(map(torch.equal, compiled.draw(), plain.draw()))
+    assert len(graphs) == 1
 
 
 def test_trainings_alternate_up_to_the_limit(tmp_path: Path) -> None:

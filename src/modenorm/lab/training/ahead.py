@@ -20,7 +20,7 @@ from modenorm.lab.data import DataSet, ImageSet
 from modenorm.lab.training.config import TrainConfig
 from modenorm.lab.training.ranks import Ranks
 from modenorm.lab.training.sources import SharedData
-from modenorm.lab.training.step import Lane, Step, compiled, compiles_on
+from modenorm.lab.training.step import Lane, Step, compiles_on
 
 __all__ = ["Form", "compile_form", "compiling_ahead"]
 
@@ -69,7 +69,7 @@ def compile_form(form: Form, device: torch.device) -> None:
     noise = _noise(form)
     data = SharedData(device, None, {name: DataSet(name, noise, noise)}).get(form.config)
     step = Step.of(form.config, data, total=1, capacity=1, device=device, ranks=Ranks())
-    step.forward = compiled(step.model)
+    step.compile()
     lane = Lane(device)
     lane.join()
     with lane.enter():

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from modenorm.lab.data.loader import Batches, derive_seed
+from modenorm.lab.data.loader import Batches, Loader, derive_seed
 from modenorm.lab.models import check_size
 from modenorm.lab.training.checkpoint import build_model
 from modenorm.lab.training.config import TrainConfig
@@ -90,6 +90,7 @@ class Step:
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self._momentum, self._weight_decay = momentum, weight_decay
         self.forward: Callable[..., Any] = model  # or what averages gradients, or is compiled
+        self.draw = loader.next_batch
         self._batch, self._ranks = batch, ranks
         self._parameters: list[Tensor] = list(model.parameters())
         named = model.named_parameters() if momentum else ()
@@ -138,13 +139,19 @@ class Step:
             ranks=ranks,
         )
 
+    def compile(self) -> None:
+        """Let Inductor make the kernels of the model, and those that draw a batch on the device."""
+        self.forward = compiled(self.forward)
+        if isinstance(self.loader, Loader):
+            self.draw = compiled(self.loader.next_batch)
+
     def __call__(self) -> None:
         """Take one step; nothing here waits for a CUDA device."""
         with _fast_convolutions(self.dtype):
             self._take()
 
     def _take(self) -> None:
-        images, labels = self.loader.next_batch()
+        images, labels = self.draw()
         with torch.autocast(images.device.type, self.dtype, enabled=self.dtype != torch.float32):
             logits = self.forward(images)
         loss = functional.cross_entropy(logits.float(), labels)
@@ -208,15 +215,15 @@ def compiles_on(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def compiled(model: nn.Module) -> Callable[..., Any]:
-    """The model as Inductor's kernels; trainings of equal models share them, also from disk."""
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A model, or a function, as Inductor's kernels; equal models share them, also from disk."""
     import torch._dynamo
     import torch._functorch.config
 
     torch._dynamo.config.recompile_limit = COMPILED_FORMS
     if hasattr(torch._functorch.config, CACHE_SETTING):
         setattr(torch._functorch.config, CACHE_SETTING, True)
-    return torch.compile(model, dynamic=False)
+    return torch.compile(function, dynamic=False)
 
 
 def capture(step: Step, generators: Sequence[torch.Generator], lane: Lane) -> Callable[[], None]:

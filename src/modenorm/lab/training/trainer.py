@@ -30,7 +30,7 @@ from modenorm.lab.training.ranks import Ranks
 from modenorm.lab.training.runs import Run
 from modenorm.lab.training.schedule import Schedule
 from modenorm.lab.training.sources import TrainingData
-from modenorm.lab.training.step import Lane, Step, Turns, capture, compiled, compiles_on
+from modenorm.lab.training.step import Lane, Step, Turns, capture, compiles_on
 from modenorm.lab.training.usage import ModeUsage
 
 CHUNK = {"cuda": 256, "cpu": 16}
@@ -235,7 +235,7 @@ class Training:
         with self.lane.enter():
             self._step.forward = self.ranks.parallel(self.model)
         if self.run.config.compile and compiles_on(self.lane.device):
-            self._step.forward = compiled(self._step.forward)
+            self._step.compile()
         if self.lane.stream is None or self.ranks.size > 1:
             return self._step
         self._load_chunk()
