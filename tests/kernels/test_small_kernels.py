@@ -113,9 +113,9 @@ def test_several_programs(device, case, monkeypatch):
 
 
 def test_as_many_programs_as_there_is_work():
-    """A few images are enough for a hundred programs, many images take no more than allowed."""
+    """A few images are enough for many programs, many images take no more than allowed."""
     tile = module.GRAD_TILES[8]
-    for num_images, least in ((1, 50), (4, 200), (512, tile.programs // 2)):
+    for num_images, least in ((1, 40), (4, 140), (512, tile.programs // 2)):
         shape, result = (num_images, 3, 32, 32), (num_images, 6, 28, 28)
         wgrad, _, parts = module.wgrad_launches(shape, result, (5, 5), 1, 0)
         assert wgrad.grid[0] == parts
