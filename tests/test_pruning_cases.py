@@ -250,6 +250,21 @@ def test_a_mode_of_few_among_many_samples_makes_a_difference():
     torch.testing.assert_close(model(x), before)
 
 
+def test_equal_modes_merge_without_any_tolerance():
+    """What merging them changes is rounding: that of the search, and that of the new bias."""
+    torch.manual_seed(0)
+    layer, x = ModeNorm1d(6, 3), torch.randn(200, 6)
+    for tensor in layer.state_dict().values():
+        if tensor.shape[:1] == (3,):
+            tensor.uniform_(0.5, 2)
+            tensor[1] = tensor[0]
+    before = layer.eval()(x)
+    report = prune_modes(layer, [x], tolerance=0)
+    assert report.layers[0].merged == ((0, 1),)
+    assert report.change <= 1e-6
+    torch.testing.assert_close(layer(x), before)
+
+
 def test_a_change_that_no_layer_sees_is_measured(monkeypatch):
     """Samples that decide may be all alike; the model is compared on every one."""
     monkeypatch.setattr(fewer_modes, "_chosen", lambda usage: torch.arange(0, len(usage), 2))

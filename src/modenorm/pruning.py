@@ -33,6 +33,7 @@ __all__ = ["DEFAULT_TOLERANCE", "LayerPruning", "Pruning", "prune_modes"]
 DEFAULT_TOLERANCE = 0.05
 UNCHANGED = -math.inf  # a limit that leaves every layer as it is
 ROUNDING = 1e-6  # what may become of modes that make no difference: sums of fewer terms
+NO_DIFFERENCE = 1e-12  # of a layer's output in float64: what merging equal modes may come to
 
 
 @torch.inference_mode(False)  # parameters made in it could not be trained
@@ -123,7 +124,7 @@ def _prune(
         trial = copy.deepcopy(model)
         for name, layer in mode_layers(trial).items():
             views[name].shrink(layer, furthest(paths[name], limit))
-        most = tolerance if limit > 0 else max(tolerance, ROUNDING)
+        most = tolerance if limit > NO_DIFFERENCE else max(tolerance, ROUNDING)
         found[limit] = _change(trial, inputs, before, scale, most)
         return found[limit] <= most
 
