@@ -37,6 +37,8 @@ def two_groups(rank):
         assert_close(part.buffers[name], buffer, 1e-13, name)
     with pytest.raises(ValueError, match=r"process_group doesn't contain this process, rank \d"):
         modenorm.convert_sync_modenorm(layer, pair if rank == 1 else alone)
+    with pytest.raises(ValueError, match=r"process_group is \[0, 2\]; it must be one group"):
+        modenorm.convert_sync_modenorm(layer, [0, 2])
     with pytest.raises(ValueError, match=r"save model\.state_dict"):
         pickle.dumps(synced)
     assert copy.deepcopy(synced).ranks.group is synced.ranks.group

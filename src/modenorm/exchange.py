@@ -42,6 +42,11 @@ class Ranks:
     """
 
     def __init__(self, group: ProcessGroup | None = None, name: str = "") -> None:
+        if group is not None and not _is_group(group):
+            raise ValueError(
+                f"process_group is {group!r}; it must be one group made by "
+                f"torch.distributed.new_group, or None for all processes"
+            )
         if group is not None and dist.get_rank(group) < 0:
             raise ValueError(
                 f"process_group doesn't contain this process, rank {dist.get_rank()}; give the "
@@ -109,6 +114,11 @@ class Ranks:
             f"of the other ranks, which didn't come: every rank has to run this layer in training, "
             f"forward and backward, as often as the others, also with an empty batch ({error})"
         )
+
+
+def _is_group(group: object) -> bool:
+    """Whether `new_group` may have made it, on a rank of the group or on another."""
+    return isinstance(group, dist.ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER
 
 
 def in_use(ranks: Ranks | None) -> Ranks | None:
