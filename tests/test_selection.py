@@ -41,6 +41,12 @@ def test_modes_by_pattern():
     assert modes == {"layer1.0": 4, "layer1.2": 4, "layer2.0": 8, "layer2.2": 4}
 
 
+def test_modes_as_a_number_of_numpy():
+    np = pytest.importorskip("numpy")
+    replaced = replace_batchnorm(nested_model(), {"stem": np.int64(3)})
+    assert replaced["stem"].running_mean.shape[0] == 3
+
+
 BAD = {
     "nowhere": ({"where": "layer9.*"}, r"'layer9.\*'.*matches no batch norm.*stem, layer1.0"),
     "container": ({"where": "layer1"}, r"use 'layer1\.\*' for what is inside"),
@@ -51,6 +57,8 @@ BAD = {
     "no modes": ({"num_modes": 2.0}, "num_modes is 2.0"),
     "modes of a pattern": ({"num_modes": {"*": True}}, "num_modes is True"),
     "modes nowhere": ({"num_modes": {"*": 2, "head.*": 4}}, r"num_modes has the pattern 'head.\*'"),
+    "no text": ({"num_modes": {1: 2}}, "num_modes has the pattern 1; it must be a text"),
+    "a number": ({"where": [1]}, "where has the pattern 1; it must be a text, such as '1'"),
     "one gate": ({"gate": nn.Linear(3, 2)}, "gate is one Linear for 5 norms"),
     "gate": ({"gate": 3}, "stem can't become a mode norm: gate is 3"),
     "update": ({"running_update": "never"}, "stem can't become a mode norm.*never"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from numbers import Integral
 
 import torch
 from torch import nn
@@ -104,6 +105,11 @@ def select(
 def _check_patterns(argument: str, patterns: Iterable[str], norms: Iterable[list[str]]) -> None:
     names = [name for several in norms for name in several]
     for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise ValueError(
+                f"{argument} has the pattern {pattern!r}; it must be a text, such as "
+                f"{str(pattern)!r}: the names are {listed(names)}"
+            )
         if not any(fnmatchcase(name, pattern) for name in names):
             inside = [name for name in names if name.startswith(f"{pattern}.")]
             fix = f"use {pattern + '.*'!r} for what is inside" if inside else "see fnmatch"
@@ -137,7 +143,7 @@ def modes_of(
 
 
 def _check_modes(num_modes: int) -> None:
-    if not isinstance(num_modes, int) or isinstance(num_modes, bool) or num_modes < 1:
+    if not isinstance(num_modes, Integral) or isinstance(num_modes, bool) or num_modes < 1:
         raise ValueError(
             f"num_modes is {num_modes!r}; it must be an integer of at least 1, or a dict from name "
             f"patterns to such integers"
