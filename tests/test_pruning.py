@@ -352,5 +352,5 @@ def test_bad_arguments():
     for output in (None, torch.arange(3), ()):
         silent = nn.Sequential(ModeNorm1d(2))
         silent.register_forward_hook(lambda *_, output=output: (output,))
-        with pytest.raises(ValueError, match="returned no tensor"):
+        with pytest.raises(ValueError, match="returned no floating-point tensor"):
             prune_modes(silent, [torch.randn(3, 2)])

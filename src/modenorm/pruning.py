@@ -226,7 +226,10 @@ def _change(
 
 def _deviation(outputs: Sequence[Tensor]) -> float:
     if not sum(map(len, outputs)):
-        raise ValueError("prune_modes compares the model's outputs, but it returned no tensor")
+        raise ValueError(
+            "prune_modes compares the model's outputs, but it returned no floating-point tensor, "
+            "alone or in tuples, lists and dicts; let it return one, such as its logits"
+        )
     rows = [row for row in outputs if len(row)]  # others may be on another device
     deviation = float(torch.cat(rows).std(correction=0))
     if not math.isfinite(deviation):
