@@ -86,6 +86,18 @@ def test_dead_duplicate_and_constant_modes_are_told_in_plain_words():
     )
 
 
+@pytest.mark.parametrize("variance", ["pooled", "pixel"])
+def test_constant_channel_gates_are_told_as_what_they_are(variance):
+    layer = ModeGroupNorm(4, num_modes=2, variance=variance)
+    nn.init.zeros_(layer.gate_weight)
+    x = torch.randn(5, 4, 3, 3)
+    (finding,) = mode_report(layer, [x]).findings()
+    told = "gates are constant: all channels share one mean and one variance"
+    assert finding == f"layer model: {told}"
+    one = ModeGroupNorm(4, num_modes=1, variance=variance)
+    torch.testing.assert_close(layer(x), one(x))
+
+
 def test_a_healthy_layer_has_no_findings():
     assert report_of([[0.9, 0.1], [0.1, 0.9]] * 20).findings() == []
 

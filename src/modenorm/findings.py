@@ -99,14 +99,15 @@ class LayerReport:
         return [f"layer {self.name or 'model'}: {finding}" for finding in self._findings()]
 
     def _findings(self) -> list[str]:
-        plain = "batch norm" if self.kind == "mode norm" else "group norm with one group"
-        things = "samples" if self.kind == "mode norm" else "channels"
+        things, plain = "samples", "this layer is batch norm"
+        if self.kind != "mode norm":
+            things, plain = "channels", "all channels share one mean and one variance"
         if not all(map(math.isfinite, self.shares)):
             return ["gates are not finite: the training diverged, or the input holds NaN"]
         if self.num_modes == 1:
-            return [f"there is one mode: this layer is {plain}"]
+            return [f"there is one mode: {plain}"]
         if self.constant:
-            return [f"gates are constant: this layer is {plain}"]
+            return [f"gates are constant: {plain}"]
         words = [
             f"mode {k} receives {100 * self.shares[k]:.1f} % of the {things}" for k in self.dead
         ]
