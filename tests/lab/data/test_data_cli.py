@@ -98,6 +98,17 @@ def test_verify_damaged_and_missing(root, tmp_path):
         assert f"'{name}' is not a published data set: expected mnist" in result.output
 
 
+def test_verify_goes_on_after_a_damaged_set(small, tmp_path):
+    (small / "MNIST" / "raw" / "train-images-idx3-ubyte.gz").write_bytes(b"?")
+    (small / "train_32x32.mat").write_bytes(b"")
+    result = run("verify", "--data", small, "--json", tmp_path / "found.jsonl")
+    assert result.exit_code == 2
+    assert result.output.count("train-images-idx3-ubyte.gz: expected a complete gzip") == 1
+    assert "train_32x32.mat: expected a complete MATLAB 5 file" in result.output
+    rows = map(json.loads, (tmp_path / "found.jsonl").read_text().splitlines())
+    assert {row["dataset"] for row in rows} == {"fashion_mnist", "cifar10", "cifar100"}
+
+
 def test_verify_reads_the_files_not_the_cache(small):
     load("multitask", small)
     assert (small / ".modenorm-cache" / "mnist.safetensors").exists()

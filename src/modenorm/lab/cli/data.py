@@ -117,16 +117,21 @@ def verify(
     broken = {} if names else incomplete(data)
     if not chosen and not broken:
         raise DataError(f"no data set in {data}: expected one of {', '.join(PUBLISHED)}")
-    verdicts = []
+    verdicts: list[Verdict] = []
+    unreadable: dict[str, None] = {}
     with Console(stderr=True).status("") as status:
         for name in chosen:
             status.update(f"reading {name}")
-            verdicts += check(name, data)
+            try:
+                verdicts += check(name, data)
+            except DataError as error:
+                unreadable[str(error)] = None  # of the set itself and of the mixture
     if verdicts:
         make_console().print(_table(verdicts))
     if json is not None:
         write_json(json, verdicts)
     wrong = [f"{v.dataset} {v.split}: {problem}" for v in verdicts for problem in v.problems]
+    wrong += unreadable
     wrong += [f"{name} is incomplete: {missing}" for name, missing in broken.items()]
     if wrong:
         raise DataError("\n".join(wrong))
