@@ -238,6 +238,18 @@ def test_odd_modes_in_metrics_are_left_out(tmp_path):
     assert run["modes"]["layers"][0]["by_domain"] == {}
 
 
+def test_integers_that_no_float_holds_are_no_numbers(tmp_path):
+    path = fake_run(tmp_path, norm="mn")
+    lines = read_lines(path / "metrics.jsonl")
+    lines[0]["test_error"] = 10**400
+    lines[-1]["modes"]["stage0.norm"]["shares"][0] = -(10**400)
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (record,) = read_records([tmp_path])
+    assert record.problems == ["metrics.jsonl, line 1: no evaluation with numbers"]
+    (run,) = page_data(render([record], Page()))["runs"]
+    assert [layer["name"] for layer in run["modes"]["layers"]] == ["stage1.norm"]
+
+
 def test_domains_that_an_evaluation_lacks_are_left_out(tmp_path):
     path = fake_run(tmp_path, norm="mn")
     lines = read_lines(path / "metrics.jsonl")
