@@ -38,6 +38,9 @@ def moments(x: Tensor, with_var: bool = True) -> tuple[Tensor, Tensor | None]:
         return x, torch.zeros_like(x) if with_var else None
     if not with_var:
         return x.mean(positions), None
+    if torch.compiler.is_compiling():  # torch 2.13's Inductor fails at var's slope in dynamic sizes
+        mean = x.mean(positions, keepdim=True)
+        return mean.reshape(x.shape[:2]), (x - mean).square().mean(positions)
     var, mean = torch.var_mean(x, positions, correction=0)
     return mean, var
 
