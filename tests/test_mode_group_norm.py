@@ -192,3 +192,21 @@ def test_a_mode_that_no_channel_belongs_to(offset, variance, backend):
             assert bool(gradient.isfinite().all())
         else:
             assert_close(gradient, expected[name], 1e-3, name)
+
+
+def test_gates_without_a_mode_are_refused():
+    x, none = torch.randn(4, 3, 2, 2), torch.zeros(0)
+    with pytest.raises(ValueError, match="at least one mode"):
+        modenorm.functional.mode_group_norm(x, none, none)
+    for training in (True, False):
+        with pytest.raises(ValueError, match=r"gates have shape \(4, 0\)"):
+            modenorm.functional.mode_norm(x, torch.zeros(4, 0), training=training)
+
+
+@pytest.mark.parametrize("layer", [modenorm.ModeNorm2d(3), modenorm.ModeGroupNorm(3)])
+def test_errors_of_shape_say_what_to_do(layer):
+    with pytest.raises(ValueError, match=r"got 5 .* make it for 5, or move channels"):
+        layer(torch.randn(4, 5, 2, 2))
+    if isinstance(layer, modenorm.ModeNorm2d):
+        with pytest.raises(ValueError, match=r"use that rank's layer, or x\[None\]"):
+            layer(torch.randn(3, 2, 2))

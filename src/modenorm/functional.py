@@ -128,10 +128,10 @@ def mode_group_norm(
     check_affine(weight, bias, x, per_mode=False)
     check_eps(eps)
     check_choice("variance", variance, ("pooled", "pixel"))
-    if gate_weight.ndim != 1 or gate_weight.shape != gate_bias.shape:
+    if gate_weight.ndim != 1 or gate_weight.shape != gate_bias.shape or len(gate_weight) == 0:
         raise ValueError(
             f"gate_weight and gate_bias have shapes {tuple(gate_weight.shape)} and "
-            f"{tuple(gate_bias.shape)}; both must be (K,)"
+            f"{tuple(gate_bias.shape)}; both must be (K,), one number for each of at least one mode"
         )
     y, _ = normalize_channels(
         x, gate_weight, gate_bias, weight, bias, eps, variance, gates_matter=False

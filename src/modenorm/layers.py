@@ -167,12 +167,13 @@ class ModeNorm(Heard, Float32Buffers):
             ranks = " or ".join(f"{rank}-d" for rank in self._ranks)
             raise ValueError(
                 f"{type(self).__name__} takes {ranks} input (samples, channels, positions); "
-                f"got shape {tuple(x.shape)}"
+                f"got shape {tuple(x.shape)}: use that rank's layer, or x[None] for one sample"
             )
         if x.shape[1] != self.num_features:
             raise ValueError(
                 f"{type(self).__name__} was made for num_features={self.num_features} channels; "
-                f"got {x.shape[1]} in shape {tuple(x.shape)}"
+                f"got {x.shape[1]} in shape {tuple(x.shape)}: make it for {x.shape[1]}, or move "
+                f"channels to the second place"
             )
 
     def extra_repr(self) -> str:
@@ -366,7 +367,8 @@ class ModeGroupNorm(Heard):
         if x.ndim >= 2 and x.shape[1] != self.num_channels:
             raise ValueError(
                 f"ModeGroupNorm was made for num_channels={self.num_channels}; "
-                f"got {x.shape[1]} in shape {tuple(x.shape)}"
+                f"got {x.shape[1]} in shape {tuple(x.shape)}: make it for {x.shape[1]}, or move "
+                f"channels to the second place"
             )
         y, used = normalize_channels(
             x,

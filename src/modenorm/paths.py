@@ -359,7 +359,7 @@ def _gates_of(call: _Call, pooled: Tensor, x: Tensor) -> Tensor:
     else:
         given, name = logits_of(gates, pooled, call.mask).to(pooled.dtype), "the gate's logits"
     wrong_modes = num_modes is not None and given.shape[-1] != num_modes
-    if given.ndim != 2 or given.shape[0] != x.shape[0] or wrong_modes:
+    if given.ndim != 2 or given.shape[0] != x.shape[0] or given.shape[1] == 0 or wrong_modes:
         # written only here: a compiler takes a number in a text for a constant
         expected = "N, K" if num_modes is None else f"{x.shape[0]}, {num_modes}"
         raise ValueError(
