@@ -25,6 +25,7 @@ def runs(tmp_path_factory):
     for seed in range(2):
         fake_run(folder, norm="bn", seed=seed)
         path = fake_run(folder, norm="mn", modes=3, seed=seed)
+    fake_run(folder, norm="bn", dataset="a-set", evaluations=0, done=False)  # has just begun
     fake_run(folder, norm="bn", model="resnet20", dataset="cifar10")
     fake_run(
         folder,

@@ -264,6 +264,8 @@
 
   if (data.experiments.length) {
     fill($("experiment"), data.experiments.map((e, i) => [i, e.title]));
+    const evaluated = (e) => e.variants.some((v) => v.runs.some((run) => data.runs[run].samples.length));
+    $("experiment").value = Math.max(0, data.experiments.findIndex(evaluated));
     connect(drawCurves, ["experiment", "measure", "scale"]);
   }
   const withModes = data.runs.map((run, i) => [i, run.title]).filter(([i]) => data.runs[i].modes);
