@@ -36,3 +36,32 @@ def poisoned_memory(monkeypatch):
 
     monkeypatch.setattr(torch, "empty", lambda *a, **k: poison(empty(*a, **k)))
     monkeypatch.setattr(torch, "empty_like", lambda *a, **k: poison(empty_like(*a, **k)))
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """A function that lists the calls of a module's function from now on."""
+
+    def count(module, name):
+        calls, function = [], getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args: calls.append(args) or function(*args))
+        return calls
+
+    return count
+
+
+@pytest.fixture
+def capture():
+    """A function that captures a step: its graph, and the results that replays write anew."""
+
+    def captured(step):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(3):
+                step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = step()
+        return graph, found
+
+    return captured

@@ -158,15 +158,9 @@ def test_layer_under_autocast(device):
     assert layer.weight.grad.stride() == layer.weight.stride()
 
 
-def test_layer_where_kernels_do_not_serve(device, monkeypatch):
+def test_layer_where_kernels_do_not_serve(device, counted, monkeypatch):
     """Float32, images in torch's first order, an empty batch, the switch: torch's own layer."""
-    calls = []
-
-    def counted(*args):
-        calls.append(args)
-        return narrow_conv(*args)
-
-    monkeypatch.setattr(module, "narrow_conv", counted)
+    calls = counted(module, "narrow_conv")
     layer = layer_for(16, 16, device, torch.float32)
     x = images((2, 3, 3), 16, device, torch.float32)
     half = copy.deepcopy(layer).bfloat16()
@@ -232,7 +226,7 @@ def test_equal_bits(device):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
-def test_compiled_step_as_a_graph(device):
+def test_compiled_step_as_a_graph(device, capture):
     """A compiled layer, forward and backward, captured and run on other numbers."""
     layer = layer_for(16, 16, device, torch.float32)
     compiled = torch.compile(layer, fullgraph=True, dynamic=False)
@@ -244,14 +238,7 @@ def test_compiled_step_as_a_graph(device):
             y = compiled(leaf)
         return y, *torch.autograd.grad(y, [leaf, layer.weight], dy)
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = step()
+    graph, found = capture(step)
     with torch.no_grad():
         leaf.copy_(images((16, 32, 32), 16, device))
     graph.replay()

@@ -131,15 +131,9 @@ def test_second_derivative(device):
     assert (found[0] - found[1]).norm() / found[1].norm() < 0.01
 
 
-def test_layer_where_kernels_do_not_serve(device, monkeypatch):
+def test_layer_where_kernels_do_not_serve(device, counted, monkeypatch):
     """Float32, torch's first order, no batch, an empty one, the switch: torch's own layer."""
-    calls = []
-
-    def counted(x):
-        calls.append(x)
-        return max_pool(x)
-
-    monkeypatch.setattr(module, "max_pool", counted)
+    calls = counted(module, "max_pool")
     layer, x = HalvingMaxPool2d(), images((2, 8, 6, 5), device)
     layer(x.float())
     layer(x.contiguous())
@@ -191,7 +185,7 @@ def test_real_sizes(device, shape, dtype):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
-def test_compiled_step_as_a_graph(device):
+def test_compiled_step_as_a_graph(device, capture):
     """An activation and the pooling, compiled, captured and run on other numbers."""
     model = torch.nn.Sequential(torch.nn.ReLU(), HalvingMaxPool2d())
     compiled = torch.compile(model, fullgraph=True, dynamic=False)
@@ -203,14 +197,7 @@ def test_compiled_step_as_a_graph(device):
         y = compiled(leaf)
         return y, *torch.autograd.grad(y, leaf, dy)
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y, dx = step()
+    graph, (y, dx) = capture(step)
     with torch.no_grad():
         leaf.copy_(images(shape, device))
     graph.replay()

@@ -191,15 +191,9 @@ def test_layer(device):
     assert_near(layer.weight.grad, truth[2])
 
 
-def test_layer_where_kernels_do_not_serve(device, monkeypatch):
+def test_layer_where_kernels_do_not_serve(device, counted, monkeypatch):
     """Other types and orders, autocast, no batch, an empty one, the switch: torch's own layer."""
-    calls = []
-
-    def counted(*args):
-        calls.append(args)
-        return small_conv(*args)
-
-    monkeypatch.setattr(module, "small_conv", counted)
+    calls = counted(module, "small_conv")
     layer, x = SmallConv2d(2, 3, 3).to(device), images((2, 4, 5), 2, device)
     copy.deepcopy(layer).double()(x.double())
     copy.deepcopy(layer).bfloat16()(x.bfloat16())
@@ -260,7 +254,7 @@ def test_real_sizes(device, case):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 @pytest.mark.parametrize("name", ["lenet", "lenet1989"])
-def test_captured_step(device, name):
+def test_captured_step(device, capture, name):
     """A model's step, forward and backward, captured and run on other numbers."""
     model = create_model(name, num_classes=10).to(device)
     x, parameters = images((64, 32, 32), 3, device), list(model.parameters())
@@ -269,14 +263,7 @@ def test_captured_step(device, name):
         y = model(x)
         return y, *torch.autograd.grad(y.square().sum(), parameters)
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = step()
+    graph, found = capture(step)
     x.copy_(images((64, 32, 32), 3, device))
     graph.replay()
     torch.cuda.synchronize()

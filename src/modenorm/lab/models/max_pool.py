@@ -7,9 +7,7 @@ gathers from the windows that it is in.
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,17 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from modenorm.buffers import HALF_TYPES
-from modenorm.kernels.layout import interpreting
+from modenorm.lab.models.own_kernels import can_run, switched_on
 
 if TYPE_CHECKING:
     from modenorm.kernels.launch import Launch
 
 __all__ = ["POOL_TILE", "UNPOOL_TILE", "HalvingMaxPool2d", "PoolTile"]
 
-ENABLED = os.environ.get("MODENORM_MAX_POOL") != "0"
+ENABLED = switched_on("MAX_POOL")
 """Whether `HalvingMaxPool2d` uses its own kernels where it can; else it is torch's MaxPool2d."""
-_DEVICES = ("cuda", "cpu") if interpreting() else ("cuda",)
-_TRITON = importlib.util.find_spec("triton") is not None
 _MOST = 1 << 31  # numbers are counted in 32 bits
 _LONGEST = 1 << 16  # a grid's second axis has fewer programs
 
@@ -65,7 +61,7 @@ class HalvingMaxPool2d(nn.MaxPool2d):
 
 
 def _kernels_serve(x: Tensor) -> bool:
-    if not (ENABLED and _TRITON) or x.device.type not in _DEVICES or x.dtype not in HALF_TYPES:
+    if not (ENABLED and can_run(x)) or x.dtype not in HALF_TYPES:
         return False
     if x.ndim != 4 or not 0 < x.numel() < _MOST or x.shape[2] >= _LONGEST:
         return False

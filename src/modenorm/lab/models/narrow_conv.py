@@ -6,8 +6,6 @@ memory does. These keep the weights of all taps at hand and read an image's row 
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,18 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from modenorm.buffers import HALF_TYPES
-from modenorm.kernels.layout import interpreting
+from modenorm.lab.models.own_kernels import can_run, switched_on
 
 if TYPE_CHECKING:
     from modenorm.kernels.launch import Launch
 
 __all__ = ["CONV_TILES", "GRAD_TILES", "WIDTHS", "NarrowConv2d", "fits"]
 
-ENABLED = os.environ.get("MODENORM_NARROW_CONV") != "0"
+ENABLED = switched_on("NARROW_CONV")
 """Whether `NarrowConv2d` uses its own kernels where it can; else it is torch's Conv2d."""
 WIDTHS = (16, 32, 64)
-_DEVICES = ("cuda", "cpu") if interpreting() else ("cuda",)
-_TRITON = importlib.util.find_spec("triton") is not None
 _MOST_PIXELS = 1 << 30  # pixels are counted in 32 bits, numbers in 64
 _LARGE = 16 * 16
 """Positions of an image from which on cuDNN is faster with 64 channels."""
@@ -115,7 +111,7 @@ class NarrowConv2d(nn.Conv2d):
 def _kernels_type(x: Tensor, weight: Tensor) -> torch.dtype | None:
     """The type that the kernels compute in; None where they don't serve."""
     device = x.device.type
-    if not (ENABLED and _TRITON) or device not in _DEVICES or x.ndim != 4 or not x.numel():
+    if not (ENABLED and can_run(x)) or x.ndim != 4 or not x.numel():
         return None
     dtype, alike = x.dtype, weight.dtype == x.dtype
     if torch.is_autocast_enabled(device):

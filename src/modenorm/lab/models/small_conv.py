@@ -7,27 +7,23 @@ taps. Sums are float32, products too: there is no TF32.
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from modenorm.kernels.layout import interpreting
+from modenorm.lab.models.own_kernels import can_run, switched_on
 
 if TYPE_CHECKING:
     from modenorm.kernels.launch import Launch
 
 __all__ = ["CONV_TILES", "GRAD_TILES", "MOST_CHANNELS", "ConvTile", "GradTile", "SmallConv2d"]
 
-ENABLED = os.environ.get("MODENORM_SMALL_CONV") != "0"
+ENABLED = switched_on("SMALL_CONV")
 """Whether `SmallConv2d` uses its own kernels where it can; else it is torch's Conv2d."""
 MOST_CHANNELS = 16
 LARGEST_KERNEL = 5
-_DEVICES = ("cuda", "cpu") if interpreting() else ("cuda",)
-_TRITON = importlib.util.find_spec("triton") is not None
 _MOST = 1 << 30  # numbers are counted in 32 bits, also those of a tile that are beyond the last
 _LONGEST = 1 << 16  # a grid's second axis has fewer programs
 
@@ -106,8 +102,8 @@ class SmallConv2d(nn.Conv2d):
         return small_conv(x, self.weight, self.stride[0], self.padding[0])
 
     def _kernels_serve(self, x: Tensor) -> bool:
-        device, weight = x.device.type, self.weight
-        if not (ENABLED and _TRITON) or device not in _DEVICES or torch.is_autocast_enabled(device):
+        weight = self.weight
+        if not (ENABLED and can_run(x)) or torch.is_autocast_enabled(x.device.type):
             return False
         if x.ndim != 4 or x.shape[1] != weight.shape[1] or x.device != weight.device:
             return False

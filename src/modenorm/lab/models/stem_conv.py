@@ -7,17 +7,16 @@ into one kernel, and the convolution and its gradient are matrix products.
 
 from __future__ import annotations
 
-import os
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from modenorm.buffers import HALF_TYPES
+from modenorm.lab.models.own_kernels import switched_on
 
 __all__ = ["StemConv2d"]
 
-ENABLED = os.environ.get("MODENORM_STEM_CONV") != "0"
+ENABLED = switched_on("STEM_CONV")
 """Whether `StemConv2d` multiplies matrices where it can; else it is torch's Conv2d."""
 _MULTIPLE = 8  # rows of a matrix begin at multiples of 16 bytes
 _MOST = 1 << 25  # numbers of a matrix of windows: 64 MiB
