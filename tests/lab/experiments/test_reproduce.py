@@ -2,6 +2,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -163,15 +164,15 @@ def test_results_without_their_runs_are_done(command: Command) -> None:
 
 
 def test_goes_on_after_an_interruption(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    save = Training.save
+    write = Training._write_checkpoint
 
-    def stop_in_the_middle(training: Training) -> None:
-        save(training)
+    def stop_in_the_middle(training: Training, *given: Any) -> None:
+        write(training, *given)
         if training.position.step == 2:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Training, "save", stop_in_the_middle)
+        patch.setattr(Training, "_write_checkpoint", stop_in_the_middle)
         code, _, err = command("table1", "--seeds", "1", "--parallel", "1", *WHERE)
     assert code == 130
     assert "give the same command to go on" in err
@@ -182,7 +183,7 @@ def test_goes_on_after_an_interruption(command: Command, monkeypatch: pytest.Mon
     steps = []
     train = Training._train
 
-    def watch(training: Training, advance: Callable[[], None]) -> object:
+    def watch(training: Training, advance: Callable[[int], int]) -> object:
         steps.append(training.position.step)
         return train(training, advance)
 

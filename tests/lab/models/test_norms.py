@@ -7,7 +7,7 @@ from modenorm.lab.models import NORMS, make_norm, norm_factory
 
 KINDS = {
     "bn": nn.BatchNorm2d,
-    "in": nn.InstanceNorm2d,
+    "in": nn.GroupNorm,
     "ln": nn.GroupNorm,
     "gn": nn.GroupNorm,
 }
@@ -24,6 +24,18 @@ def test_every_norm_has_one_scale_and_shift_per_channel(name):
 def test_torch_norms(name):
     assert type(make_norm(name, 6, eps=1e-3)) is KINDS[name]
     assert make_norm(name, 6, eps=1e-3).eps == 1e-3
+
+
+def test_instance_norm_is_torchs():
+    x, dy = torch.randn(2, 3, 6, 5, 4, dtype=torch.float64)
+    found = []
+    for layer in (make_norm("in", 6), nn.InstanceNorm2d(6, affine=True)):
+        nn.init.normal_(layer.double().weight, generator=torch.Generator().manual_seed(0))
+        leaf = x.clone().requires_grad_()
+        y = layer(leaf)
+        found.append([y, *torch.autograd.grad(y, [leaf, layer.weight, layer.bias], dy)])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_mode_norms():
@@ -50,7 +62,7 @@ def test_a_factory_hands_its_settings_to_every_norm():
 def test_first_means_once_per_factory():
     factory = norm_factory("in", where="first")
     assert [type(factory(4)) for _ in range(3)] == [
-        nn.InstanceNorm2d,
+        nn.GroupNorm,
         nn.BatchNorm2d,
         nn.BatchNorm2d,
     ]

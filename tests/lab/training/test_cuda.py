@@ -11,8 +11,11 @@ from test_resume import same_end
 from modenorm.lab.data.loader import PADDING, DeviceImages, Loader, SampleStream
 from modenorm.lab.models import generators
 from modenorm.lab.training import Run, Training, train, train_many
+from modenorm.lab.training.evaluate import Evaluation
+from modenorm.lab.training.lane import Lane
+from modenorm.lab.training.ranks import Ranks
 from modenorm.lab.training.sources import SharedData
-from modenorm.lab.training.step import Lane, capture
+from modenorm.lab.training.step import capture
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
@@ -79,18 +82,38 @@ def test_capture_changes_nothing(tmp_path: Path) -> None:
         {"crop": "resized", "channels_last": True},
     ],
 )
-def test_replays_follow_plain_steps(tmp_path: Path, changes: dict[str, object]) -> None:
+@pytest.mark.parametrize("together", [1, 4])
+def test_replays_follow_plain_steps(
+    tmp_path: Path, changes: dict[str, object], together: int
+) -> None:
     plain, fast = (started(tmp_path, **changes) for _ in range(2))
-    replay = capture(fast._step, generators(fast.model), fast.lane)
-    for training, advance in ((plain, plain._step), (fast, replay)):
+    replay = capture(fast._step, generators(fast.model), fast.lane, together)
+    for training, advance in ((plain, plain._step.take_one), (fast, replay)):
+        taken = 0
         with training.lane.enter():
-            for _ in range(10):
-                advance()
+            while taken < 10:
+                taken += advance(10 - taken)
     torch.cuda.synchronize()
     # the same kernels; a capture may choose other convolution algorithms
     tolerance = 2e-2 if changes.get("dtype") == "bfloat16" else 1e-4
     torch.testing.assert_close(fast._step.loss_sum, plain._step.loss_sum, rtol=tolerance, atol=0)
     assert int(fast._step.loader._counter) == int(plain._step.loader._counter) == 10
+
+
+@pytest.mark.parametrize("norm", ["bn", "mn", "mgn"])
+def test_replayed_evaluations_see_the_weights_of_the_time(tmp_path: Path, norm: str) -> None:
+    training = started(tmp_path, norm=norm)
+    names, test = training.data.about.domain_names, training.data.test
+    for _ in range(4):  # the second is captured
+        with training.lane.enter():
+            training._step()
+            found = training._evaluation.queue()
+            again = Evaluation(
+                training.model, test, names, torch.float32, training.lane, Ranks(), distinct=False
+            ).queue()
+        torch.cuda.synchronize()
+        assert torch.equal(found.counts, again.counts)
+        torch.testing.assert_close(found.totals, again.totals)
 
 
 def test_dropout_differs_from_replay_to_replay_and_resumes(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from modenorm.lab.training.checkpoint import build_model
 from modenorm.lab.training.evaluate import count_errors
 from modenorm.lab.training.runner import choose_device
 from modenorm.lab.training.sources import SharedData
-from modenorm.lab.training.trainer import CHUNK, SHORT_CHUNK
+from modenorm.lab.training.step import CHUNK, SHORT_CHUNK
 from modenorm.lab.training.usage import ModeUsage
 from modenorm.recording import record_gates
 

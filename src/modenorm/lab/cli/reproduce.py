@@ -70,7 +70,9 @@ def reproduce_command(
         Path("results"), help="Folder of results: TABLE.jsonl, kept and added to."
     ),
     device: str | None = _machine(None, help="cuda or cpu; the GPU if there is one."),
-    parallel: int = _machine(10, min=1, help="Trainings side by side at most."),
+    parallel: int | None = _machine(
+        None, min=1, help="Trainings side by side at most; as many as fill a GPU."
+    ),
     workers: int | None = _machine(
         None, min=0, help="Processes of each rank that decode what is streamed; one per core."
     ),

@@ -115,7 +115,9 @@ def train_command(
     dtype: str | None = _machine(None, help="float32, or bfloat16 for mixed precision."),
     channels_last: bool | None = _machine(None, help="Memory format; often faster on a GPU."),
     compile: bool = _machine(False, help="On a GPU, compile the model: a minute, then faster."),
-    parallel: int = _machine(10, min=1, help="Trainings side by side at most."),
+    parallel: int | None = _machine(
+        None, min=1, help="Trainings side by side at most; as many as fill a GPU."
+    ),
     workers: int | None = _machine(
         None, min=0, help="Processes of each rank that decode what is streamed; one per core."
     ),

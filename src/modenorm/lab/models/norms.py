@@ -45,7 +45,8 @@ def make_norm(
         case "bn":
             return nn.BatchNorm2d(num_features, eps=eps, momentum=momentum)
         case "in":
-            return nn.InstanceNorm2d(num_features, eps=eps, affine=True)
+            # the same as nn.InstanceNorm2d, whose kernels are slow with small images
+            return nn.GroupNorm(num_features, num_features, eps=eps)
         case "ln":
             return nn.GroupNorm(1, num_features, eps=eps)
         case "gn":

@@ -18,9 +18,10 @@ import torch
 
 from modenorm.lab.data import DataSet, ImageSet
 from modenorm.lab.training.config import TrainConfig
+from modenorm.lab.training.lane import Lane
 from modenorm.lab.training.ranks import Ranks
 from modenorm.lab.training.sources import SharedData
-from modenorm.lab.training.step import Lane, Step, compiles_on
+from modenorm.lab.training.step import Step, compiles_on
 
 __all__ = ["Form", "compile_form", "compiling_ahead"]
 

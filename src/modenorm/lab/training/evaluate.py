@@ -1,13 +1,17 @@
 """Errors counted over samples, on the device, with one look at the numbers per evaluation."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from modenorm.lab.data.loader import Images
+from modenorm.lab.data.loader import DeviceImages, Images
+from modenorm.lab.training.lane import Lane
+from modenorm.lab.training.ranks import Ranks
+from modenorm.lab.training.step import capturing
+from modenorm.lab.training.usage import ModeUsage
 
-PIXELS_PER_BATCH = 2048 * 32 * 32
+PIXELS_PER_BATCH = 1024 * 32 * 32
 
 
 class Errors(NamedTuple):
@@ -16,6 +20,80 @@ class Errors(NamedTuple):
     top1: float
     top5: float
     by_domain: dict[str, float]
+
+    def record(self) -> dict[str, Any]:
+        """Under the names that they have in a run's files."""
+        names = ("test_error", "top5_error", "domain_errors")
+        return dict(zip(names, self, strict=True))
+
+
+class Found(NamedTuple):
+    """What `Evaluation` found, on the device."""
+
+    counts: Tensor
+    totals: Tensor
+
+
+class Evaluation:
+    """Errors on a test set, and which modes its samples use, time and again in a training.
+
+    On a GPU the second evaluation is captured as a CUDA graph, which later ones replay: hundreds of
+    launches would keep the host from other trainings.
+
+    Args:
+        model: Is evaluated as it is at the time.
+        data: The test set.
+        domain_names: Of its domains.
+        dtype: Autocast to it unless it is float32.
+        lane: Where the work is queued.
+        ranks: Those who share the samples out among them.
+        distinct: Also find out how many modes are distinct.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: Images,
+        domain_names: tuple[str, ...],
+        dtype: torch.dtype,
+        lane: Lane,
+        ranks: Ranks,
+        distinct: bool,
+    ) -> None:
+        self._model, self._data, self._dtype = model, data, dtype
+        self._lane, self._ranks = lane, ranks
+        self.domain_names = domain_names
+        self.usage = ModeUsage(model, distinct=distinct)
+        self._fixed = lane.stream is not None and ranks.size == 1 and isinstance(data, DeviceImages)
+        self._times = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._found: Found | None = None
+
+    def queue(self) -> Found:
+        """Queue an evaluation of the model as it is after all that is queued.
+
+        What is found stays until the next evaluation.
+        """
+        self._times += 1
+        if self._fixed and self._times == 2:
+            graph = torch.cuda.CUDAGraph()
+            with capturing(graph, self._lane):
+                self._found = self._evaluate()
+            self._graph = graph
+        if self._graph is None or self._found is None:
+            with self._lane.enter():
+                return self._evaluate()
+        with self._lane.enter():
+            self._graph.replay()
+        return self._found
+
+    def _evaluate(self) -> Found:
+        data, ranks, domains = self._data, self._ranks, len(self.domain_names)
+        part = ranks.share(len(data))
+        with self.usage.recording():
+            counts = count_errors(self._model, data, domains, self._dtype, part)
+        totals = self.usage.totals(data.domains[part], domains, len(data))
+        return Found(ranks.total(counts), ranks.total(totals))
 
 
 @torch.no_grad()

@@ -7,13 +7,14 @@ Started by torchrun, all ranks train one configuration together, then the next.
 """
 
 import contextlib
-import itertools
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,13 +24,17 @@ import torch
 from modenorm.lab.data import DataSet
 from modenorm.lab.training.ahead import compiling_ahead
 from modenorm.lab.training.config import TrainConfig
+from modenorm.lab.training.lane import Lane, Turns
 from modenorm.lab.training.ranks import Ranks, joined
 from modenorm.lab.training.runs import Run, State, sort_by_state
 from modenorm.lab.training.sources import SharedData
-from modenorm.lab.training.step import Lane, Turns
 from modenorm.lab.training.trainer import Diverged, Listener, Training
 
 IDLE_SECONDS = 50e-6
+SIDE_BY_SIDE = 10
+"""Trainings that fill a GPU."""
+SMALL_SIDE_BY_SIDE = {"lenet": 20, "lenet1989": 20}
+"""The same of networks whose steps leave most of it idle."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,7 @@ def train_many(
     data_dir: Path | None = None,
     data: Mapping[str, DataSet] | None = None,
     device: torch.device | str | None = None,
-    parallel: int = 10,
+    parallel: int | None = None,
     checkpoint_every: float = 60.0,
     listener: Listener | None = None,
     tensorboard: bool = False,
@@ -85,7 +90,7 @@ def train_many(
         data_dir: Folder with the published data files; see `modenorm.lab.data.load`.
         data: Data sets by name, to be used instead of loading them.
         device: "cuda", "cpu", or None for the best there is.
-        parallel: Trainings in progress at the same time.
+        parallel: Trainings in progress at the same time; None for as many as fill a GPU.
         checkpoint_every: Seconds between checkpoints; evaluations write more where that is cheap.
         listener: Called with a training after every chunk of its steps.
         tensorboard: Also write TensorBoard events into the runs' folders.
@@ -94,7 +99,7 @@ def train_many(
     Returns:
         The outcomes, in the order of `configs`, without repetitions.
     """
-    if parallel < 1:
+    if parallel is not None and parallel < 1:
         raise ValueError(f"parallel is {parallel}, but must be at least 1: set --parallel")
     target = choose_device(device)
     with joined(target) as ranks:
@@ -116,7 +121,7 @@ def _train_many(
     runs_dir: Path,
     shared: SharedData,
     target: torch.device,
-    parallel: int,
+    parallel: int | None,
     ranks: Ranks,
     **options: Any,
 ) -> list[Outcome]:
@@ -143,21 +148,25 @@ def _train_many(
                 run, data, Lane(target), ranks=ranks, interrupted=interrupted, **options
             )
 
-        trainings = (start(run) for path, run in runs.items() if path not in outcomes)
+        waiting = deque(run for path, run in runs.items() if path not in outcomes)
         stop = interrupted if alone else threading.Event()  # ranks have to stop together
-        for outcome in _alternate(trainings, parallel, stop):
+        for outcome in _alternate(waiting, start, parallel, stop):
             outcomes[outcome.run.path] = outcome
     return [outcomes[path] for path in runs]
 
 
 def _alternate(
-    trainings: Iterator[Training], parallel: int, interrupted: threading.Event
+    waiting: deque[Run],
+    start: Callable[[Run], Training],
+    parallel: int | None,
+    interrupted: threading.Event,
 ) -> Iterator[Outcome]:
     """Give every training its turn until all have ended."""
     active: dict[Training, Turns] = {}
     try:
         while True:
-            for training in itertools.islice(trainings, parallel - len(active)):
+            while waiting and _has_room(waiting[0], active, parallel):
+                training = start(waiting.popleft())
                 active[training] = training.turns()
             if not active:
                 return
@@ -176,6 +185,15 @@ def _alternate(
     finally:
         for turns in active.values():
             turns.close()
+
+
+def _has_room(run: Run, active: Iterable[Training], parallel: int | None) -> bool:
+    """Whether a training may go on beside others: their shares of a GPU add up to one or less."""
+
+    def share(config: TrainConfig) -> Fraction:
+        return Fraction(1, parallel or SMALL_SIDE_BY_SIDE.get(config.model, SIDE_BY_SIDE))
+
+    return share(run.config) + sum(share(training.run.config) for training in active) <= 1
 
 
 def _outcome(training: Training, end: StopIteration | Diverged) -> Outcome:

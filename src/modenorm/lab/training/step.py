@@ -1,7 +1,7 @@
 """One training step, and its capture as a CUDA graph."""
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,51 +12,26 @@ from modenorm.lab.data.loader import Batches, Loader, derive_seed
 from modenorm.lab.models import check_size
 from modenorm.lab.training.checkpoint import build_model
 from modenorm.lab.training.config import TrainConfig
+from modenorm.lab.training.lane import Lane
 from modenorm.lab.training.ranks import Ranks
 from modenorm.lab.training.sources import TrainingData, batches_for
 
+Advance = Callable[[int], int]
+"""Takes some steps, at most as many as it is told, and says how many."""
+
+CHUNK = {"cuda": 256, "cpu": 16}
+"""Steps prepared at once; the loss is looked at after each chunk."""
+SHORT_CHUNK = 16
+"""The same where steps are long: on images of files, or with other ranks that may want to stop."""
+SAMPLES = 1 << 15
+"""Prepared at once on a GPU, if that is more steps: those of small batches are short."""
 WARM_UP_STEPS = 3
+TOGETHER = 8
+"""Short steps that are captured as one graph, as the host needs time for each."""
 COMPILED_FORMS = 256
 """Most models that may be compiled in one process."""
 CACHE_SETTING = "autograd_cache_allow_custom_autograd_functions"
 """Lets torch keep compiled mode norms on disk; in some versions of it."""
-
-Turns = Generator[bool, None, None]
-"""A training's turns: True after it queued work, False while it waits for the device."""
-
-
-class Lane:
-    """Where one training queues its work: a CUDA stream of its own, or the CPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    def enter(self) -> torch.cuda.StreamContext:
-        """Queue what follows on this lane; does nothing on the CPU."""
-        return torch.cuda.stream(self.stream)
-
-    def join(self) -> None:
-        """Let this lane wait for what was queued outside of it, such as the initial weights."""
-        if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream(self.device))
-
-    def synchronize(self) -> None:
-        """Wait for all work on this lane."""
-        if self.stream is not None:
-            self.stream.synchronize()
-
-    def fetch(self, tensor: Tensor) -> Generator[bool, None, Tensor]:
-        """Bring a tensor to the host, giving up turns until it has arrived."""
-        if self.stream is None:
-            return tensor
-        with self.enter():
-            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            host.copy_(tensor, non_blocking=True)
-            arrived = self.stream.record_event()
-        while not arrived.query():
-            yield False
-        return host
 
 
 class Step:
@@ -150,6 +125,11 @@ class Step:
         with _fast_convolutions(self.dtype):
             self._take()
 
+    def take_one(self, most: int) -> int:
+        """As what `capture` returns: one step at a time."""
+        self()
+        return 1
+
     def _take(self) -> None:
         images, labels = self.draw()
         with torch.autocast(images.device.type, self.dtype, enabled=self.dtype != torch.float32):
@@ -210,6 +190,13 @@ def _fast_convolutions(dtype: torch.dtype) -> Iterator[None]:
         cudnn.benchmark = before
 
 
+def chunk_of(config: TrainConfig, kind: str, ranks: Ranks) -> int:
+    """Steps to prepare at once, on a kind of device."""
+    if ranks.size > 1 or config.stream:
+        return SHORT_CHUNK
+    return max(CHUNK[kind], SAMPLES // config.batch if kind == "cuda" else 0)
+
+
 def compiles_on(device: torch.device) -> bool:
     """Whether models are compiled there; on a CPU that would pass by the layers' own C code."""
     return device.type == "cuda"
@@ -226,8 +213,10 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=False)
 
 
-def capture(step: Step, generators: Sequence[torch.Generator], lane: Lane) -> Callable[[], None]:
-    """Capture a step as one CUDA graph and return its replay; the training's state stays as it is.
+def capture(
+    step: Step, generators: Sequence[torch.Generator], lane: Lane, together: int = 1
+) -> Advance:
+    """Capture a step as a CUDA graph, and several as another; the training's state stays as it is.
 
     The warm-up steps that a capture needs (libraries initialise, kernels compile) do change the
     state, so it is put back afterwards.
@@ -243,10 +232,28 @@ def capture(step: Step, generators: Sequence[torch.Generator], lane: Lane) -> Ca
     lane.synchronize()
     for generator, state in zip(generators, saved_states, strict=True):
         generator.set_state(state)
+    graphs = {count: _graph(step, count, generators, lane) for count in {together, 1}}
+
+    def advance(most: int) -> int:
+        count = together if most >= together else 1
+        graphs[count].replay()
+        return count
+
+    return advance
+
+
+def _graph(
+    step: Step, count: int, generators: Sequence[torch.Generator], lane: Lane
+) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     for generator in generators:
         graph.register_generator_state(generator)
-    # thread_local: other trainings' queued work and pinned copies must not end the capture
-    with torch.cuda.graph(graph, stream=lane.stream, capture_error_mode="thread_local"):
-        step()
-    return graph.replay
+    with capturing(graph, lane):
+        for _ in range(count):
+            step()
+    return graph
+
+
+def capturing(graph: torch.cuda.CUDAGraph, lane: Lane) -> torch.cuda.graph:
+    """Capture what follows, on a lane; other trainings' queued work must not end the capture."""
+    return torch.cuda.graph(graph, stream=lane.stream, capture_error_mode="thread_local")

@@ -1,9 +1,10 @@
 """One training from its first step, or its last checkpoint, to its result.
 
 A training is a coroutine: it gives up its turn after queueing some steps and while it waits for
-the device, so that one thread can keep many of them going (see runner.py). Several ranks may train
-one model together (see ranks.py): then each of them runs this with its part of every batch, and
-they agree on everything at the end of every chunk of steps.
+the device, so that one thread can keep many of them going (see runner.py). Losses, evaluations and
+checkpoints are sent to the host and looked at later (see lane.py). Several ranks may train one
+model together (see ranks.py): then each of them runs this with its part of every batch, and they
+agree on everything at the end of every chunk of steps.
 """
 
 import contextlib
@@ -12,7 +13,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -24,21 +25,20 @@ from modenorm.lab.provenance import provenance
 from modenorm.lab.training.checkpoint import Checkpoint, Position, copy_tensors, load_state
 from modenorm.lab.training.closing import AT_THE_END, PRUNING_SAMPLES, close, pruned
 from modenorm.lab.training.config import TrainConfig
-from modenorm.lab.training.evaluate import count_errors, errors
+from modenorm.lab.training.evaluate import Evaluation, count_errors, errors
 from modenorm.lab.training.events import Events
+from modenorm.lab.training.lane import Inbox, Lane, Turns
+from modenorm.lab.training.outcome import place, summary
 from modenorm.lab.training.ranks import Ranks
 from modenorm.lab.training.runs import Run
 from modenorm.lab.training.schedule import Schedule
 from modenorm.lab.training.sources import TrainingData
-from modenorm.lab.training.step import Lane, Step, Turns, capture, compiles_on
-from modenorm.lab.training.usage import ModeUsage
+from modenorm.lab.training.step import TOGETHER, Advance, Step, capture, chunk_of, compiles_on
 
-CHUNK = {"cuda": 256, "cpu": 16}
-"""Steps prepared at once; the loss is looked at after each chunk."""
-SHORT_CHUNK = 16
-"""The same where steps are long: on images of files, or with other ranks that may want to stop."""
 TURN = {"cuda": 16, "cpu": 1}
 """Steps queued before others have their turn."""
+AHEAD = {"cuda": 1, "cpu": 0}
+"""Things sent to the host that may be on their way while more steps are queued."""
 SAVING_SHARE = 0.02
 """Of the time: checkpoints at evaluations may take as much."""
 
@@ -93,13 +93,17 @@ class Training:
         self.position = Position()
         self.train_loss = math.nan
         self._checkpoint_every, self._listener = checkpoint_every, listener
-        plain = ranks.size == 1 and not config.stream
-        self._chunk, self._turn = CHUNK[kind] if plain else SHORT_CHUNK, TURN[kind]
+        self._chunk, self._turn = chunk_of(config, kind, ranks), TURN[kind]
+        self._ahead = AHEAD[kind] if ranks.size == 1 else 0
+        self._inbox = Inbox(lane)
         self._save_seconds = 0.0  # what the last checkpoint took
-        self._saved = (-1, 0)  # step and number of evaluations in the last checkpoint
+        self._evaluated = 0  # the step of the last evaluation
+        self._sent = self._saved = (-1, 0)  # step and last evaluation of a checkpoint
 
         self._step = Step.of(config, data, self.schedule.total, self._chunk, lane.device, ranks)
         self.model, self._dtype = self._step.model, self._step.dtype
+        given = (data.test, data.about.domain_names, self._dtype, lane, ranks)
+        self._evaluation = Evaluation(self.model, *given, distinct=bool(config.sparsity))
         self._tensorboard = tensorboard
         self._events: Events | None = None
         self._began = self._saved_at = time.monotonic()
@@ -129,10 +133,12 @@ class Training:
             while True:
                 evaluated = self._evaluation_due()
                 if evaluated:
-                    yield from self._evaluate()
+                    self._evaluate()
+                yield from self._inbox.opened(left=self._ahead)
                 ended = self.position.step == self.schedule.total
                 if ended or self._checkpoint_due(evaluated):
-                    self.save()
+                    self._send_checkpoint()
+                yield from self._inbox.opened(left=0 if ended else self._ahead)
                 if ended:
                     break
                 yield from self._train(advance)
@@ -166,31 +172,41 @@ class Training:
             Diverged: The state is not finite; the last checkpoint is kept.
             OSError: It could not be written; the last checkpoint is kept.
         """
-        mark = (self.position.step, len(self.position.metrics))
-        if self._saved == mark:
+        self._send_checkpoint()
+        self._inbox.open_all()
+
+    def _send_checkpoint(self) -> None:
+        mark = (self.position.step, self._evaluated)
+        if self._sent == mark:
             return
-        self.lane.synchronize()
-        began = time.monotonic()
         self._match_estimates()
-        tensors = self._finite_tensors()
-        position = replace(self.position, seconds=self.seconds)
+        with self.lane.enter():
+            tensors = {name: tensor.detach() for name, tensor in self._tensors().items()}
+
+        def write(arrived: list[Tensor]) -> None:
+            self._write_checkpoint(mark, dict(zip(tensors, arrived, strict=True)))
+
+        self._inbox.expect(list(tensors.values()), write)
+        self._sent, self._saved_at = mark, time.monotonic()
+
+    def _write_checkpoint(self, mark: tuple[int, int], tensors: dict[str, Tensor]) -> None:
+        began = time.monotonic()
+        self._check_finite(tensors, mark[0])
+        position = replace(self.position, step=mark[0], seconds=self.seconds)
         checkpoint = self._checkpoint(self.run.config, position, tensors)
         if self.ranks.leads:
             checkpoint.save(self.run.checkpoint)
-        self._saved, self._saved_at = mark, time.monotonic()
-        self._save_seconds = self._saved_at - began
+        self._saved, self._save_seconds = mark, time.monotonic() - began
 
     def _checkpoint(
         self, config: TrainConfig, position: Position, tensors: dict[str, Tensor]
     ) -> Checkpoint:
         return Checkpoint(config, self.data.about, position, tensors, self.data.description)
 
-    def _finite_tensors(self) -> dict[str, Tensor]:
-        tensors = {name: tensor.detach().cpu() for name, tensor in self._tensors().items()}
+    def _check_finite(self, tensors: dict[str, Tensor], step: int) -> None:
         for name, tensor in tensors.items():
             if tensor.is_floating_point() and not tensor.isfinite().all():
-                raise Diverged(self._diverged(f"{name} is no longer finite"))
-        return tensors
+                raise Diverged(self._diverged(f"{name} is no longer finite", step))
 
     def _tensors(self) -> dict[str, Tensor]:
         parts = {
@@ -204,6 +220,7 @@ class Training:
     def _resume(self) -> None:
         """Take up the checkpoint, if there is one; rank 0 reads it for all."""
         self.position, self._saved = self.ranks.first(self._read_checkpoint)
+        self._sent, self._evaluated = self._saved, self._saved[1]
         self.ranks.take([*self.model.state_dict().values(), *self._step.momentum_buffers.values()])
 
     def _read_checkpoint(self) -> tuple[Position, tuple[int, int]]:
@@ -218,7 +235,7 @@ class Training:
             copy_tensors({"sum": self._step.loss_sum}, checkpoint.part("loss"), path)
             load_generator_states(self.model, checkpoint.part("generator"))
             position = checkpoint.position
-            saved = (position.step, len(position.metrics))
+            saved = (position.step, position.metrics[-1]["step"] if position.metrics else 0)
         self.run.set_metrics(position.metrics)
         return position, saved
 
@@ -227,39 +244,50 @@ class Training:
         if not self.run.config.sync or self.lane.device.type == "cpu":
             self.ranks.take(list(self.model.buffers()))
 
-    def _prepare(self) -> Callable[[], None]:
-        """What takes a step."""
+    def _prepare(self) -> Advance:
+        """What takes steps."""
         self.lane.join()
         if self.position.step == self.schedule.total:
-            return self._step
+            return self._step.take_one
         with self.lane.enter():
             self._step.forward = self.ranks.parallel(self.model)
-        if self.run.config.compile and compiles_on(self.lane.device):
+        config = self.run.config
+        compiled = config.compile and compiles_on(self.lane.device)
+        if compiled:
             self._step.compile()
         if self.lane.stream is None or self.ranks.size > 1:
-            return self._step
+            return self._step.take_one
         self._load_chunk()
-        return capture(self._step, generators(self.model), self.lane)
+        together = 1 if compiled or config.stream else TOGETHER
+        return capture(self._step, generators(self.model), self.lane, together)
 
-    def _train(self, advance: Callable[[], None]) -> Turns:
-        """Train until the chunk ends or something else is due, and look at the loss."""
+    def _train(self, advance: Advance) -> Turns:
+        """Train until the chunk ends or something else is due, and ask for the loss."""
         stop = self._load_chunk()
         while self.position.step < stop:
-            count = min(self._turn, stop - self.position.step)
+            turn = min(self.position.step + self._turn, stop)
             with self.lane.enter():
-                for step in range(self.position.step, self.position.step + count):
-                    self._draw_apart(step)
+                while self.position.step < turn:
+                    self._draw_apart(self.position.step)
                     self._step.loader.feed()
-                    advance()
-            self.position.step += count
+                    self.position.step += advance(turn - self.position.step)
             if self.position.step == self.schedule.closing:
                 self._close()  # before anybody can write a checkpoint of this step
             yield True
-        loss_sum = yield from self._loss_sum()
-        if not math.isfinite(loss_sum):
-            raise Diverged(self._diverged("the training loss is no longer finite"))
-        self.train_loss = loss_sum / (self.position.step - self._last_evaluation())
-        self._tell()
+        self._send_loss()
+
+    def _send_loss(self) -> None:
+        step, steps = self.position.step, self.position.step - self._evaluated
+
+        def look(arrived: list[Tensor]) -> None:
+            loss_sum = float(arrived[0])
+            if not math.isfinite(loss_sum):
+                raise Diverged(self._diverged("the training loss is no longer finite", step))
+            self.train_loss = loss_sum / steps
+            self._tell()
+
+        with self.lane.enter():
+            self._inbox.expect([self.ranks.total(self._step.loss_sum)], look)
 
     def _draw_apart(self, step: int) -> None:
         """Let the dropout of each rank draw its own numbers; they depend on the step alone."""
@@ -267,12 +295,6 @@ class Training:
             for i, generator in enumerate(generators(self.model)):
                 purpose = f"dropout {i} of rank {self.ranks.rank} at step {step}"
                 generator.manual_seed(derive_seed(self.run.config.seed, purpose))
-
-    def _loss_sum(self) -> Generator[bool, None, float]:
-        """Sum of the losses since the last evaluation, over all ranks."""
-        with self.lane.enter():
-            total = self.ranks.total(self._step.loss_sum)
-        return float((yield from self.lane.fetch(total)))
 
     def _load_chunk(self) -> int:
         start = self.position.step
@@ -283,42 +305,32 @@ class Training:
         return stop
 
     def _evaluation_due(self) -> bool:
-        return self.schedule.evaluates_at(self.position.step) and not self._evaluated_here()
+        step = self.position.step
+        return self.schedule.evaluates_at(step) and self._evaluated != step
 
-    def _evaluated_here(self) -> bool:
-        return self._last_evaluation() == self.position.step
+    def _evaluate(self) -> None:
+        step, steps = self.position.step, self.position.step - self._evaluated
 
-    def _last_evaluation(self) -> int:
-        metrics = self.position.metrics
-        return metrics[-1]["step"] if metrics else 0
+        def note(arrived: list[Tensor]) -> None:
+            counts, totals, loss_sum = arrived
+            self._note(step, counts, totals, float(loss_sum) / steps)
 
-    def _evaluate(self) -> Turns:
-        usage = ModeUsage(self.model, distinct=bool(self.run.config.sparsity))
-        names = self.data.about.domain_names
-        test, ranks = self.data.test, self.ranks
-        part = ranks.share(len(test))
-        with self.lane.enter(), usage.recording():
+        with self.lane.enter():
             self._match_estimates()
-            counts = ranks.total(count_errors(self.model, test, len(names), self._dtype, part))
-            totals = ranks.total(usage.totals(test.domains[part], len(names), len(test)))
-        found = errors((yield from self.lane.fetch(counts)), names)
-        modes = usage.describe((yield from self.lane.fetch(totals)), names)
-        loss_sum = yield from self._loss_sum()
-        step, config = self.position.step, self.run.config
+            found = self._evaluation.queue()
+            self._inbox.expect([*found, self.ranks.total(self._step.loss_sum)], note)
+            self._step.loss_sum.zero_()
+        self._evaluated = step
+
+    def _note(self, step: int, counts: Tensor, totals: Tensor, train_loss: float) -> None:
+        names = self.data.about.domain_names
         record = {
-            "step": step,
-            "samples": step * config.batch,
-            "epoch": step * config.batch / len(self.data.train),
-            "lr": self.schedule.lr_at(step - 1),
-            "train_loss": loss_sum / (step - self._last_evaluation()),
-            "test_error": found.top1,
-            "top5_error": found.top5,
-            "domain_errors": found.by_domain,
-            "modes": modes,
+            **place(self.run.config, self.schedule, step, len(self.data.train)),
+            "train_loss": train_loss,
+            **errors(counts, names).record(),
+            "modes": self._evaluation.usage.describe(totals, names),
             "seconds": round(self.seconds, 3),
         }
-        with self.lane.enter():
-            self._step.loss_sum.zero_()
         if self.ranks.leads:
             self.run.add_metrics(record)
         self.position.metrics.append(record)
@@ -333,7 +345,7 @@ class Training:
             Diverged: The state is not finite.
         """
         self.lane.synchronize()
-        self._finite_tensors()
+        self._check_finite(self._tensors(), self.position.step)
         given = (self._step.loader, self._pruning_batches(), self.run.config.sparsity)
         buffers = self._step.momentum_buffers
         with self.lane.enter():
@@ -365,17 +377,8 @@ class Training:
         }
 
     def _result(self) -> dict[str, Any]:
-        metrics = self.position.metrics
-        best = min(metrics, key=lambda record: record["test_error"])
         return {
-            "run": self.run.config.run_id,
-            "final_error": metrics[-1]["test_error"],
-            "top_error": best["test_error"],
-            "top_step": best["step"],
-            "top5_error": metrics[-1]["top5_error"],
-            "domain_errors": metrics[-1]["domain_errors"],
-            "steps": self.position.step,
-            "samples_seen": self.position.step * self.run.config.batch,
+            **summary(self.run.config, self.position.metrics),
             "seconds": round(self.seconds, 3),
             "train_images": len(self.data.train),
             "classes": len(self.data.about.classes),
@@ -383,8 +386,8 @@ class Training:
             **provenance(self.lane.device),
         }
 
-    def _diverged(self, what: str) -> str:
-        step, kept = self.position.step, self._saved[0]
+    def _diverged(self, what: str, step: int) -> str:
+        kept = self._saved[0]
         keeps = f"the checkpoint of step {kept} is kept" if kept >= 0 else "no checkpoint was due"
         return (
             f"{self.run.path.name}: {what} at step {step} (learning rate "

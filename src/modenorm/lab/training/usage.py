@@ -33,7 +33,7 @@ class ModeUsage:
 
     def __init__(self, model: nn.Module, distinct: bool = False) -> None:
         self._layers = mode_layers(model)
-        self._rows: dict[str, list[Tensor]] = {name: [] for name in self._layers}
+        self._rows: dict[str, list[Tensor]] = {}
         self._alike: dict[tuple[bool, int], list[str]] = {}
         for name, layer in self._layers.items():
             key = (isinstance(layer, ModeNorm), layer.num_modes)
@@ -42,7 +42,8 @@ class ModeUsage:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Note the gates of everything that the model is given."""
+        """Note the gates of everything that the model is given, and nothing from before."""
+        self._rows = {name: [] for name in self._layers}
 
         def listener(name: str) -> Any:
             return lambda gates: self._rows[name].append(_small(gates.detach()))
