@@ -9,8 +9,9 @@ import torch
 from fake_data import fake_config, fake_data
 from torch import nn
 
-from modenorm.lab.training import ahead, step, train_many
+from modenorm.lab.training import ahead, evaluate, step, train_many
 from modenorm.lab.training.sources import SharedData
+from modenorm.lab.training.usage import with_gates
 
 CPU = torch.device("cpu")
 
@@ -33,7 +34,7 @@ def configs(*norms: str, seeds: int = 2, **changes: object):
     ]
 
 
-def test_every_form_but_the_first_is_compiled_once(many_cores, monkeypatch):
+def test_every_form_is_compiled_once_but_the_first_not_for_training(many_cores, monkeypatch):
     started = []
 
     class Process:
@@ -59,10 +60,12 @@ def test_every_form_but_the_first_is_compiled_once(many_cores, monkeypatch):
     forms = [form for part in started for form in part]
     norms = [(f.config.norm, f.config.modes, f.config.sparsity) for f in forms]
     assert set(norms) == {
-        ("mn", 2, 0), ("gn", 2, 0), ("mgn", 2, 0), ("in", 2, 0), ("mn", 3, 0), ("mn", 2, 0.1)
+        ("bn", 2, 0), ("mn", 2, 0), ("gn", 2, 0), ("mgn", 2, 0), ("in", 2, 0), ("mn", 3, 0),
+        ("mn", 2, 0.1),
     }  # fmt: skip
-    assert len(forms) == 6
-    assert {(form.classes, form.size) for form in forms} == {(4, (8, 8))}
+    assert len(forms) == 7
+    assert [form.config.norm for form in forms if not form.trained] == ["bn"]
+    assert {(form.classes, form.size, form.evaluated) for form in forms} == {(4, (8, 8), 33)}
 
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
@@ -91,27 +94,29 @@ def test_no_processes_without_need(monkeypatch, cores):
         assert processes == []
 
 
-def test_a_form_takes_a_step_of_a_training(monkeypatch):
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_form_is_evaluated_and_takes_a_step_of_a_training(monkeypatch, trained):
     shapes = []
 
     def compiled(function):
-        def forward(images):
-            shapes.append((tuple(images.shape), torch.is_autocast_enabled("cpu")))
-            return function(images)
+        def forward(*given):
+            shapes.append((tuple(given[-1].shape), torch.is_autocast_enabled("cpu")))
+            return function(*given)
 
-        return forward if isinstance(function, nn.Module) else function
+        return forward if isinstance(function, nn.Module) or function is with_gates else function
 
-    monkeypatch.setattr(step, "compiled", compiled)
+    for module in (step, evaluate):
+        monkeypatch.setattr(module, "compiled", compiled)
     config = fake_config(compile=True, dtype="bfloat16")
-    ahead.compile_form(ahead.Form(config, 4, (8, 8)), CPU)
-    assert shapes == [((4, 3, 8, 8), True)]
+    ahead.compile_form(ahead.Form(config, 4, (8, 8), 33, trained), CPU)
+    assert shapes == [((33, 3, 8, 8), True), ((4, 3, 8, 8), True)][: 1 + trained]
 
 
 def test_a_process_compiles_what_it_is_told(monkeypatch):
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")  # then it is only run
     (config,) = configs("mn", seeds=1)
-    process = ahead._start([ahead.Form(config, 4, (8, 8))] * 2, CPU)
-    wrong = ahead._start([ahead.Form(config, 4, (0, 0))], CPU)
+    process = ahead._start([ahead.Form(config, 4, (8, 8), 33)] * 2, CPU)
+    wrong = ahead._start([ahead.Form(config, 4, (0, 0), 33)], CPU)
     assert process.wait(timeout=120) == 0
     assert wrong.wait(timeout=120) != 0
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from fake_data import fake_images
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 from modenorm import mode_report
 from modenorm.findings import distinct_modes, duplicate_modes
@@ -13,7 +14,7 @@ from modenorm.lab.data.loader import DeviceImages
 from modenorm.lab.models import create_model
 from modenorm.lab.training import evaluate
 from modenorm.lab.training.evaluate import count_errors
-from modenorm.lab.training.usage import ModeUsage, scalars
+from modenorm.lab.training.usage import ModeUsage, scalars, with_gates
 from modenorm.modes import statistics_distances
 from modenorm.recording import mode_layers
 
@@ -35,9 +36,8 @@ def test_usage_equals_the_report(norm: str, monkeypatch: pytest.MonkeyPatch) -> 
     if norm == "mn":
         tell_apart(model)
     usage = ModeUsage(model, distinct=True)
-    with usage.recording():
-        plain = count_errors(model, data, 2, torch.float32)
-        totals = usage.totals(data.domains, 2)
+    plain = count_errors(model, data, 2, torch.float32, forward=usage)
+    totals = usage.totals(data.domains, 2)
     found = usage.describe(totals, source.domain_names)
     assert json.loads(json.dumps(found)) == found
     assert torch.equal(plain, count_errors(model, data, 2, torch.float32))
@@ -61,3 +61,21 @@ def test_usage_equals_the_report(norm: str, monkeypatch: pytest.MonkeyPatch) -> 
             assert own["distinct"] == distinct_modes(layer.shares, same)
     if norm == "mn":
         assert {own["distinct"] for own in found.values()} > {2, 3}
+
+
+def test_gates_of_equal_models_are_heard_by_one_compiled_function() -> None:
+    """Trainings share what was compiled, and batches too."""
+    counter = CompileCounter()
+    forward = torch.compile(with_gates, backend=counter, fullgraph=True, dynamic=False)
+    for seed in range(2):
+        generator = torch.Generator().manual_seed(seed)
+        model = create_model("resnet20", num_classes=3, norm="mn", generator=generator).eval()
+        layers = list(mode_layers(model).values())
+        for _ in range(2):
+            images = torch.randn(2, 3, 8, 8)
+            with torch.no_grad():
+                found, wanted = (f(model, layers, images) for f in (forward, with_gates))
+            torch.testing.assert_close(found, wanted)
+            assert len(found[1]) == 19
+            assert all(layer.gate_listener is None for layer in layers)
+    assert counter.frame_count == 1

@@ -204,9 +204,8 @@ def _evaluation(
 
     def logged() -> None:
         usage = ModeUsage(model)
-        with usage.recording():
-            plain()
-            usage.totals(placed.test.domains, 1).cpu()
+        count_errors(model, placed.test, 1, dtype, forward=usage)
+        usage.totals(placed.test.domains, 1).cpu()
 
     plain_us, recorded_us, logged_us = alternating((plain, recorded, logged), EVALUATION_SECONDS)
     eval_us = statistics.median(plain_us)

@@ -18,6 +18,7 @@ import torch
 
 from modenorm.lab.data import DataSet, ImageSet
 from modenorm.lab.training.config import TrainConfig
+from modenorm.lab.training.evaluate import Evaluation, batch_size
 from modenorm.lab.training.lane import Lane
 from modenorm.lab.training.ranks import Ranks
 from modenorm.lab.training.sources import SharedData
@@ -36,6 +37,10 @@ class Form(NamedTuple):
     config: TrainConfig
     classes: int
     size: tuple[int, int]
+    evaluated: int
+    """Images in a batch of an evaluation."""
+    trained: bool = True
+    """Whether the network is compiled for training too."""
 
 
 @contextlib.contextmanager
@@ -51,7 +56,9 @@ def compiling_ahead(
     """
     forms: list[Form] = []
     if compiles_on(device) and (os.cpu_count() or 1) >= LEAST_CORES:
-        forms = _forms(configs, shared)[1:]  # the first training can't wait
+        forms = _forms(configs, shared)
+        # the first training can't wait, but is evaluated later
+        forms = [form._replace(trained=i > 0) for i, form in enumerate(forms)]
     processes: list[subprocess.Popen[str]] = []
     try:
         with contextlib.suppress(OSError):  # no process, no memory for one
@@ -65,18 +72,21 @@ def compiling_ahead(
 
 
 def compile_form(form: Form, device: torch.device) -> None:
-    """Take the first steps of a training on noise, compiled."""
-    name = form.config.dataset
-    noise = _noise(form)
-    data = SharedData(device, None, {name: DataSet(name, noise, noise)}).get(form.config)
-    step = Step.of(form.config, data, total=1, capacity=1, device=device, ranks=Ranks())
-    step.compile()
+    """Evaluate a network on noise, compiled, and take the first step of its training."""
+    name, config = form.config.dataset, form.config
+    noise = DataSet(name, _noise(form, config.batch), _noise(form, form.evaluated))
+    data = SharedData(device, None, {name: noise}).get(config)
+    step = Step.of(config, data, total=1, capacity=1, device=device, ranks=Ranks())
     lane = Lane(device)
     lane.join()
-    with lane.enter():
-        step.loader.load(0, 1)
-        step.loader.feed()
-        step()
+    given = (data.test, ("noise",), step.dtype, lane, Ranks())
+    Evaluation(step.model, *given, compile=True).queue()
+    if form.trained:
+        step.compile()
+        with lane.enter():
+            step.loader.load(0, 1)
+            step.loader.feed()
+            step()
     lane.synchronize()
 
 
@@ -86,7 +96,8 @@ def _forms(configs: Iterable[TrainConfig], shared: SharedData) -> list[Form]:
     forms = []
     for config in distinct.values():
         data = shared.get(config)
-        forms.append(Form(config, len(data.about.classes), data.train.size))
+        classes, evaluated = len(data.about.classes), batch_size(data.test)
+        forms.append(Form(config, classes, data.train.size, evaluated))
     return forms
 
 
@@ -100,12 +111,11 @@ def _start(forms: list[Form], device: torch.device) -> "subprocess.Popen[str]":
     )
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
-        json.dump([[form.config.to_json(), form.classes, form.size] for form in forms], pipe)
+        json.dump([[form.config.to_json(), *form[1:]] for form in forms], pipe)
     return process
 
 
-def _noise(form: Form) -> ImageSet:
-    count = form.config.batch
+def _noise(form: Form, count: int) -> ImageSet:
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (count, 3, *form.size), dtype=torch.uint8, generator=generator)
     labels = torch.randint(form.classes, (count,), generator=generator)
@@ -116,8 +126,8 @@ def _noise(form: Form) -> ImageSet:
 def main() -> None:
     """Compile the forms given as JSON, one after the other."""
     device = torch.device(sys.argv[1])
-    for config, classes, size in json.load(sys.stdin):
-        compile_form(Form(TrainConfig.from_json(config), classes, tuple(size)), device)
+    for config, classes, size, *others in json.load(sys.stdin):
+        compile_form(Form(TrainConfig.from_json(config), classes, tuple(size), *others), device)
 
 
 if __name__ == "__main__":

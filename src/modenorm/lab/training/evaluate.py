@@ -1,5 +1,6 @@
 """Errors counted over samples, on the device, with one look at the numbers per evaluation."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -8,8 +9,8 @@ from torch import Tensor, nn
 from modenorm.lab.data.loader import DeviceImages, Images
 from modenorm.lab.training.lane import Lane
 from modenorm.lab.training.ranks import Ranks
-from modenorm.lab.training.step import capturing
-from modenorm.lab.training.usage import ModeUsage
+from modenorm.lab.training.step import capturing, compiled, fast_convolutions
+from modenorm.lab.training.usage import ModeUsage, with_gates
 
 PIXELS_PER_BATCH = 1024 * 32 * 32
 
@@ -48,6 +49,7 @@ class Evaluation:
         lane: Where the work is queued.
         ranks: Those who share the samples out among them.
         distinct: Also find out how many modes are distinct.
+        compile: Let Inductor make the model's kernels.
     """
 
     def __init__(
@@ -58,12 +60,15 @@ class Evaluation:
         dtype: torch.dtype,
         lane: Lane,
         ranks: Ranks,
-        distinct: bool,
+        *,
+        distinct: bool = False,
+        compile: bool = False,
     ) -> None:
         self._model, self._data, self._dtype = model, data, dtype
         self._lane, self._ranks = lane, ranks
         self.domain_names = domain_names
-        self.usage = ModeUsage(model, distinct=distinct)
+        forward = compiled(with_gates) if compile else with_gates
+        self.usage = ModeUsage(model, distinct, forward)
         self._fixed = lane.stream is not None and ranks.size == 1 and isinstance(data, DeviceImages)
         self._times = 0
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -90,8 +95,9 @@ class Evaluation:
     def _evaluate(self) -> Found:
         data, ranks, domains = self._data, self._ranks, len(self.domain_names)
         part = ranks.share(len(data))
-        with self.usage.recording():
-            counts = count_errors(self._model, data, domains, self._dtype, part)
+        self.usage.forget()
+        with fast_convolutions(self._dtype):
+            counts = count_errors(self._model, data, domains, self._dtype, part, self.usage)
         totals = self.usage.totals(data.domains[part], domains, len(data))
         return Found(ranks.total(counts), ranks.total(totals))
 
@@ -103,10 +109,12 @@ def count_errors(
     num_domains: int,
     dtype: torch.dtype,
     part: slice = slice(None),
+    forward: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Count samples, wrong samples and samples outside the top five: int64 (num_domains, 3).
 
-    Only a part of the samples is counted if one is given, such as a rank's.
+    Only a part of the samples is counted if one is given, such as a rank's. The model is asked
+    through `forward`, if that is given.
 
     The model is left in the mode, training or evaluation, in which it came. Nothing here waits
     for the device.
@@ -114,15 +122,20 @@ def count_errors(
     was_training = model.training
     model.eval()
     counts = torch.zeros((num_domains, 3), dtype=torch.int64, device=data.device)
-    size = max(1, PIXELS_PER_BATCH // (data.size[0] * data.size[1]))
-    for images, labels, domains in data.batches(size, part):
+    for images, labels, domains in data.batches(batch_size(data), part):
         with torch.autocast(data.device.type, dtype=dtype, enabled=dtype != torch.float32):
-            logits = model(images)
+            logits = (forward or model)(images)
         rank = true_rank(logits, labels)
         seen = torch.stack((torch.ones_like(rank), (rank >= 1).long(), (rank >= 5).long()), dim=1)
         counts.index_add_(0, domains, seen)
     model.train(was_training)
     return counts
+
+
+def batch_size(data: Images) -> int:
+    """Samples in each of the fewest batches that are not too large, which are alike if possible."""
+    most = max(1, PIXELS_PER_BATCH // (data.size[0] * data.size[1]))
+    return -(-len(data) // -(-len(data) // most)) if len(data) else most
 
 
 def true_rank(logits: Tensor, labels: Tensor) -> Tensor:

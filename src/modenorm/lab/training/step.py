@@ -122,7 +122,7 @@ class Step:
 
     def __call__(self) -> None:
         """Take one step; nothing here waits for a CUDA device."""
-        with _fast_convolutions(self.dtype):
+        with fast_convolutions(self.dtype):
             self._take()
 
     def take_one(self, most: int) -> int:
@@ -176,7 +176,7 @@ class Step:
 
 
 @contextlib.contextmanager
-def _fast_convolutions(dtype: torch.dtype) -> Iterator[None]:
+def fast_convolutions(dtype: torch.dtype) -> Iterator[None]:
     """Let cuDNN try its algorithms for convolutions in half precision and take the fastest.
 
     Not in float32: the choice may differ from one process to the next, and with it the result.

@@ -103,7 +103,10 @@ class Training:
         self._step = Step.of(config, data, self.schedule.total, self._chunk, lane.device, ranks)
         self.model, self._dtype = self._step.model, self._step.dtype
         given = (data.test, data.about.domain_names, self._dtype, lane, ranks)
-        self._evaluation = Evaluation(self.model, *given, distinct=bool(config.sparsity))
+        self._compiled = config.compile and compiles_on(lane.device)
+        self._evaluation = Evaluation(
+            self.model, *given, distinct=bool(config.sparsity), compile=self._compiled
+        )
         self._tensorboard = tensorboard
         self._events: Events | None = None
         self._began = self._saved_at = time.monotonic()
@@ -251,14 +254,12 @@ class Training:
             return self._step.take_one
         with self.lane.enter():
             self._step.forward = self.ranks.parallel(self.model)
-        config = self.run.config
-        compiled = config.compile and compiles_on(self.lane.device)
-        if compiled:
+        if self._compiled:
             self._step.compile()
         if self.lane.stream is None or self.ranks.size > 1:
             return self._step.take_one
         self._load_chunk()
-        together = 1 if compiled or config.stream else TOGETHER
+        together = 1 if self._compiled or self.run.config.stream else TOGETHER
         return capture(self._step, generators(self.model), self.lane, together)
 
     def _train(self, advance: Advance) -> Turns:

@@ -4,9 +4,8 @@ Letters: N samples, C channels, K modes, D domains. Nothing here waits for the d
 of mode group norms are averaged over their channels batch by batch, so what is kept is small.
 """
 
-import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,9 +14,21 @@ from torch import Tensor, nn
 from modenorm.findings import distinct_modes, duplicate_modes
 from modenorm.layers import ModeNorm
 from modenorm.modes import SMALLEST_GATE, gate_distances, statistics_distances
-from modenorm.recording import listening, mode_layers
+from modenorm.recording import mode_layers
 
 DIGITS = 4
+Forward = Callable[[nn.Module, list[Any], Tensor], tuple[Tensor, list[Tensor]]]
+
+
+def with_gates(model: nn.Module, layers: list[Any], images: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """What a model says of some images, and the gates of its layers; can be compiled."""
+    heard: list[list[Tensor]] = [[] for _ in layers]
+    for layer, gates in zip(layers, heard, strict=True):
+        layer.gate_listener = gates.append
+    logits = model(images)
+    for layer in layers:
+        layer.gate_listener = None
+    return logits, [gates[0].detach() for gates in heard]
 
 
 class ModeUsage:
@@ -29,27 +40,31 @@ class ModeUsage:
     Args:
         model: Any model; without modes there is nothing to note.
         distinct: Also find out how many modes of every mode norm are distinct.
+        forward: `with_gates`, or a compiled form of it.
     """
 
-    def __init__(self, model: nn.Module, distinct: bool = False) -> None:
-        self._layers = mode_layers(model)
-        self._rows: dict[str, list[Tensor]] = {}
+    def __init__(
+        self, model: nn.Module, distinct: bool = False, forward: Forward | None = None
+    ) -> None:
+        self._model, self._layers = model, mode_layers(model)
+        self._forward = forward or with_gates
         self._alike: dict[tuple[bool, int], list[str]] = {}
         for name, layer in self._layers.items():
             key = (isinstance(layer, ModeNorm), layer.num_modes)
             self._alike.setdefault(key, []).append(name)
         self._distinct = distinct
+        self.forget()
 
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        """Note the gates of everything that the model is given, and nothing from before."""
-        self._rows = {name: [] for name in self._layers}
+    def forget(self) -> None:
+        """Forget the gates that were noted."""
+        self._rows: dict[str, list[Tensor]] = {name: [] for name in self._layers}
 
-        def listener(name: str) -> Any:
-            return lambda gates: self._rows[name].append(_small(gates.detach()))
-
-        with listening([(layer, listener(name)) for name, layer in self._layers.items()]):
-            yield
+    def __call__(self, images: Tensor) -> Tensor:
+        """What the model says of some images; their gates are noted."""
+        logits, gates = self._forward(self._model, list(self._layers.values()), images)
+        for name, found in zip(self._layers, gates, strict=True):
+            self._rows[name].append(_small(found))
+        return logits
 
     def totals(self, domains: Tensor, num_domains: int, num_samples: int | None = None) -> Tensor:
         """Sums over the samples as one float64 row, to be summed over ranks.
