@@ -14,6 +14,7 @@ from modenorm.lab.training import (
     TrainConfig,
     Training,
     find_runs,
+    runner,
     sort_by_state,
     sweep,
     train,
@@ -85,6 +86,32 @@ def test_trainings_alternate_up_to_the_limit(tmp_path: Path) -> None:
     begin = seen.index(third)
     assert seen[:2] == [first, second]
     assert first not in seen[begin + 1 :]
+
+
+def test_small_networks_leave_room_for_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "SIDE_BY_SIDE", 2)
+    monkeypatch.setattr(runner, "SMALL_SIDE_BY_SIDE", {"lenet": 4})
+    small = [fake_config(model="lenet", total=17, milestones=(), seed=seed) for seed in range(5)]
+    large = [fake_config(model="resnet20", total=17, milestones=(), seed=seed) for seed in range(2)]
+    began, ended = [], []
+
+    def listener(training: Training) -> None:
+        run = training.run.path
+        if run not in began:
+            began.append(run)
+            beside = [path for path in began if path not in ended]
+            shares = [4 if "lenet" in path.name else 2 for path in beside]
+            assert sum(1 / share for share in shares) <= 1
+            most.append(len(beside))
+        if training.position.metrics:
+            ended.append(run)
+
+    most: list[int] = []
+    train_many([*small, *large], tmp_path, data=fake_data(32), listener=listener)
+    assert max(most) == 4
+    assert len(began) == 7
 
 
 def test_training_learns(tmp_path: Path) -> None:
