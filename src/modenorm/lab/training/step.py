@@ -1,6 +1,7 @@
 """One training step, and its capture as a CUDA graph."""
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -254,6 +255,22 @@ def _graph(
     return graph
 
 
-def capturing(graph: torch.cuda.CUDAGraph, lane: Lane) -> torch.cuda.graph:
-    """Capture what follows, on a lane; other trainings' queued work must not end the capture."""
-    return torch.cuda.graph(graph, stream=lane.stream, capture_error_mode="thread_local")
+@contextlib.contextmanager
+def capturing(graph: torch.cuda.CUDAGraph, lane: Lane) -> Iterator[None]:
+    """Capture what follows, on a lane, while the device works on for others.
+
+    torch.cuda.graph would wait for the whole device. Garbage stays until the capture has ended,
+    as it may hold memory of the device, which can't be given back meanwhile.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with lane.enter():
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                yield
+            finally:
+                graph.capture_end()
+    finally:
+        if collects:
+            gc.enable()
