@@ -24,15 +24,15 @@ from modenorm.kernels.gpu_inference import inference_launch  # noqa: E402
 from modenorm.kernels.gpu_mixing import Mixing  # noqa: E402
 from modenorm.kernels.gpu_several import launch_for  # noqa: E402
 from modenorm.kernels.tiles import inference_tile, lines_for  # noqa: E402
-from modenorm.lab.models import max_pool, narrow_conv, small_conv  # noqa: E402
+from modenorm.lab.models import max_pool, narrow_conv, small_conv, stem_conv  # noqa: E402
 
 STREAMED = ("x_ptr", "y_ptr", "dy_ptr", "dx_ptr")
 OTHER_TYPES = {"tracked_ptr": "i64", "random_ptr": "i64", "place_ptr": "u8"}
 
 
-def compile_for(launch, capability, streamed="bf16"):
+def compile_for(launch, capability, streamed="bf16", **types):
     """A launch as on a GPU: its kernel with the types and constants of its arguments."""
-    parameters = launch.kernel.params
+    parameters, types = launch.kernel.params, OTHER_TYPES | types
     num_pointers = len(parameters) - len(launch.tail)
     signature, constants, attributes = {}, {}, {}
     for i, parameter in enumerate(parameters):
@@ -41,7 +41,7 @@ def compile_for(launch, capability, streamed="bf16"):
             signature[parameter.name], constants[(i,)] = "constexpr", value
         elif i < num_pointers:
             kind = streamed if parameter.name in STREAMED else "fp32"
-            signature[parameter.name] = f"*{OTHER_TYPES.get(parameter.name, kind)}"
+            signature[parameter.name] = f"*{types.get(parameter.name, kind)}"
             attributes[(i,)] = [["tt.divisibility", 16]]
         elif isinstance(value, int) and value == 1:  # Triton makes a constant of it
             signature[parameter.name], constants[(i,)] = "constexpr", value
@@ -291,3 +291,38 @@ def test_small_convolutions_compile(
         used = resources(done, tmp_path)
         assert used["STACK"] == used["SHARED"] == 0, name
         assert used["REG"] * 12 * 32 <= 1 << 16, name
+
+
+STEMS = [(192, 5, 1, 32), (64, 7, 2, 64), (16, 3, 1, 32), (64, 3, 1, 32)]
+
+
+@pytest.mark.parametrize("images", ["fp32", "bf16"])
+@pytest.mark.parametrize(("channels", "taps", "stride", "side"), STEMS)
+def test_first_convolutions_compile(channels, taps, stride, side, images, monkeypatch, tmp_path):
+    """One load for each number of a window, wide matrix instructions, nothing spilled."""
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    monkeypatch.setattr(launches, "can_overlap", lambda: True)
+    plan = [(128, 3, side, side), (channels, 3, taps, taps)]
+    plan += [(3 * taps**2, 1, 3 * taps, 3), stride, taps // 2]
+    wgrad, add_up, _ = stem_conv.wgrad_launches(*plan)
+    for launch in (stem_conv.conv_launch(*plan), wgrad, add_up):
+        done = compile_for(launch, 90, x_ptr=images)
+        ptx, name = done.asm["ptx"], launch.kernel.__name__
+        assert "griddepcontrol.wait" in ptx, name
+        assert resources(done, tmp_path)["STACK"] == 0, name
+        if launch is wgrad:
+            scalar = re.findall(rf"ld\.global\.b{32 if images == 'fp32' else 16} ", ptx)
+            assert (
+                len(scalar) == -(-3 * taps**2 // 16) * 16
+            )  # ptxas drops what no mask lets through
+            assert ("wgmma" if channels >= 64 else "mma") in ptx
+
+
+def test_first_convolutions_compile_for_others(monkeypatch):
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    monkeypatch.setattr(launches, "can_overlap", lambda: False)
+    plan = [(128, 3, 32, 32), (64, 3, 3, 3), (27, 9, 3, 1), 1, 1]
+    for launch in (stem_conv.conv_launch(*plan), *stem_conv.wgrad_launches(*plan)[:2]):
+        done = compile_for(launch, 80, x_ptr="fp32")
+        assert "griddepcontrol.wait" not in done.asm["ptx"]
+        assert done.metadata.shared <= 163 * 1024

@@ -6,6 +6,7 @@ memory does. These keep the weights of all taps at hand and read an image's row 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -223,7 +224,7 @@ def wgrad_launches(
 ) -> tuple[Launch, Launch, int]:
     """The launches for x of a shape and weights, and the number of partial results between them."""
     from modenorm.kernels.launch import Launch
-    from modenorm.lab.models.narrow_conv_kernels import add_up_kernel, wgrad_kernel
+    from modenorm.lab.models.narrow_conv_kernels import wgrad_kernel
 
     num_images, _, height, width = shape
     c_out, c_in = weights[:2]
@@ -238,11 +239,20 @@ def wgrad_launches(
     )  # fmt: skip
     grid = (parts, 9 // (tile.rows * tile.taps))
     wgrad = Launch(wgrad_kernel, grid, (num_pixels, steps), constants, tile.warps, direct=False)
+    return wgrad, add_up_launch(weights, strides, parts), parts
+
+
+def add_up_launch(weights: Sequence[int], strides: Sequence[int], parts: int) -> Launch:
+    """The launch that adds partial results (parts, KH, KW, CIN, COUT) to weights of a shape."""
+    from modenorm.kernels.launch import Launch
+    from modenorm.lab.models.narrow_conv_kernels import add_up_kernel
+
+    c_out, c_in, *taps = weights
     together = min(_power(parts), 256)
-    block = min(4096 // together, 256)  # divides 9·16·16
-    of_weights = (c_in, c_out, *strides, block, together)
-    programs = (9 * c_in * c_out // block,)
-    return wgrad, Launch(add_up_kernel, programs, (parts,), of_weights, direct=False), parts
+    block = min(4096 // together, 256)
+    constants = (c_in, c_out, *taps, *strides, block, together)
+    grid = (-(-math.prod(weights) // block),)
+    return Launch(add_up_kernel, grid, (parts,), constants, direct=False)
 
 
 def _power(number: int) -> int:

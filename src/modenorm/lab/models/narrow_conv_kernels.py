@@ -17,7 +17,7 @@ import triton.language as tl
 from modenorm.kernels.gpu_arrays import begin
 from modenorm.kernels.layout import interpreting
 
-__all__ = ["add_up_kernel", "conv_kernel", "wgrad_kernel"]
+__all__ = ["add_up_kernel", "conv_kernel", "dot", "wgrad_kernel"]
 
 WIDENS = tl.constexpr(interpreting())  # the interpreter would multiply the bits of bfloat16
 
@@ -86,9 +86,9 @@ def conv_kernel(
         inside = ((row >= 0) & (row < H))[:, None]
         xx = tl.load(xx_ptrs, mask=mask_xx & inside, other=0.0)
         x = tl.load(x_ptrs, mask=mask_x & inside, other=0.0)
-        y = _dot(x, w2, _dot(xx, ww2, upper))
-        upper = _dot(x, w1, _dot(xx, ww1, lower))
-        lower = _dot(x, w0, _dot(xx, ww0, nothing))
+        y = dot(x, w2, dot(xx, ww2, upper))
+        upper = dot(x, w1, dot(xx, ww1, lower))
+        lower = dot(x, w0, dot(xx, ww0, nothing))
         if SETTLES:
             upper, lower = upper + nothing, lower + nothing
         done = exists & (row > first) & (row <= H)
@@ -99,7 +99,8 @@ def conv_kernel(
 
 
 @triton.jit
-def _dot(a, b, total):
+def dot(a, b, total):
+    """The total and the product of two matrices of a half type."""
     if WIDENS:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, total)
@@ -150,7 +151,7 @@ def wgrad_kernel(
         far = pixel.to(tl.int64)[:, None]
         x = tl.load(x_ptr + far * CIN + offs_x[None, :], mask=mask_x, other=0.0)
         dy = tl.load(dy_ptr + far * COUT + offs_dy[None, :], mask=mask_dy, other=0.0)
-        total = _dot(tl.trans(x), dy, total)
+        total = dot(tl.trans(x), dy, total)
     tap = i[None, :] * 3 + j[:, None]
     offs = (tap * CIN + (m % CIN)[:, None]) * COUT + (n % COUT)[None, :]
     offs += tl.program_id(0) * (9 * CIN * COUT)
@@ -159,11 +160,13 @@ def wgrad_kernel(
 
 @triton.jit
 def add_up_kernel(
-    part_ptr,  # (P, 3, 3, CIN, COUT)
-    dw_ptr,  # (COUT, CIN, 3, 3) by strides
+    part_ptr,  # (P, KH, KW, CIN, COUT)
+    dw_ptr,  # (COUT, CIN, KH, KW) by strides
     num_parts,
     CIN: tl.constexpr,
     COUT: tl.constexpr,
+    KH: tl.constexpr,
+    KW: tl.constexpr,
     STRIDE_OUT: tl.constexpr,
     STRIDE_IN: tl.constexpr,
     STRIDE_I: tl.constexpr,
@@ -175,11 +178,13 @@ def add_up_kernel(
     """The sum of the partial results for BLOCK weights."""
     begin(OVERLAPS)
     e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = e < KH * KW * CIN * COUT
     total = tl.zeros((PARTS, BLOCK), tl.float32)
     for start in tl.range(0, num_parts, PARTS):
         part = start + tl.arange(0, PARTS)
-        offs = part[:, None] * (9 * CIN * COUT) + e[None, :]
-        total += tl.load(part_ptr + offs, mask=(part < num_parts)[:, None], other=0.0)
+        offs = part[:, None] * (KH * KW * CIN * COUT) + e[None, :]
+        mask = (part < num_parts)[:, None] & exists[None, :]
+        total += tl.load(part_ptr + offs, mask=mask, other=0.0)
     tap, c_in, c_out = e // (CIN * COUT), e // COUT % CIN, e % COUT
-    offs = c_out * STRIDE_OUT + c_in * STRIDE_IN + tap // 3 * STRIDE_I + tap % 3 * STRIDE_J
-    tl.store(dw_ptr + offs, tl.sum(total, 0).to(dw_ptr.dtype.element_ty))
+    offs = c_out * STRIDE_OUT + c_in * STRIDE_IN + tap // KW * STRIDE_I + tap % KW * STRIDE_J
+    tl.store(dw_ptr + offs, tl.sum(total, 0).to(dw_ptr.dtype.element_ty), mask=exists)
