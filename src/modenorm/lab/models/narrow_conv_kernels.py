@@ -17,7 +17,7 @@ import triton.language as tl
 from modenorm.kernels.gpu_arrays import begin
 from modenorm.kernels.layout import interpreting
 
-__all__ = ["add_up_kernel", "conv_kernel", "wgrad_kernel"]
+__all__ = ["add_up_kernel", "conv_kernel", "dot", "wgrad_kernel"]
 
 WIDENS = tl.constexpr(interpreting())  # the interpreter would multiply the bits of bfloat16
 
@@ -86,9 +86,9 @@ def conv_kernel(
         inside = ((row >= 0) & (row < H))[:, None]
         xx = tl.load(xx_ptrs, mask=mask_xx & inside, other=0.0)
         x = tl.load(x_ptrs, mask=mask_x & inside, other=0.0)
-        y = _dot(x, w2, _dot(xx, ww2, upper))
-        upper = _dot(x, w1, _dot(xx, ww1, lower))
-        lower = _dot(x, w0, _dot(xx, ww0, nothing))
+        y = dot(x, w2, dot(xx, ww2, upper))
+        upper = dot(x, w1, dot(xx, ww1, lower))
+        lower = dot(x, w0, dot(xx, ww0, nothing))
         if SETTLES:
             upper, lower = upper + nothing, lower + nothing
         done = exists & (row > first) & (row <= H)
@@ -99,7 +99,8 @@ def conv_kernel(
 
 
 @triton.jit
-def _dot(a, b, total):
+def dot(a, b, total):
+    """The sum of a total in float32 and a product of matrices in half precision."""
     if WIDENS:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, total)
@@ -150,7 +151,7 @@ def wgrad_kernel(
         far = pixel.to(tl.int64)[:, None]
         x = tl.load(x_ptr + far * CIN + offs_x[None, :], mask=mask_x, other=0.0)
         dy = tl.load(dy_ptr + far * COUT + offs_dy[None, :], mask=mask_dy, other=0.0)
-        total = _dot(tl.trans(x), dy, total)
+        total = dot(tl.trans(x), dy, total)
     tap = i[None, :] * 3 + j[:, None]
     offs = (tap * CIN + (m % CIN)[:, None]) * COUT + (n % COUT)[None, :]
     offs += tl.program_id(0) * (9 * CIN * COUT)
