@@ -46,6 +46,8 @@ class ConvTile(NamedTuple):
     unroll: int
     """Rows of x per step, with stride 2 of dy; best a divisor of rows + 2, or of rows."""
     warps: int
+    pairs: bool = False
+    """For dx with stride 2: products of two pixels by two, of which a quarter is zero."""
 
 
 class GradTile(NamedTuple):
@@ -167,10 +169,11 @@ def strided_input_launch(
     tile: ConvTile | None = None,
 ) -> Launch:
     """The launch with stride 2 that gives dx of a shape."""
-    from modenorm.lab.models.strided_conv_kernels import strided_input_kernel
+    from modenorm.lab.models.strided_conv_kernels import strided_input_kernel, strided_pairs_kernel
 
     tile = tile or _tile(STRIDED_INPUT_TILES, weights[1], weights[0])
-    return _strided_launch(strided_input_kernel, shape, weights, strides, weights[1], tile)
+    kernel = strided_pairs_kernel if tile.pairs else strided_input_kernel
+    return _strided_launch(kernel, shape, weights, strides, weights[1], tile)
 
 
 def _strided_launch(
