@@ -24,7 +24,7 @@ from modenorm.kernels.gpu_inference import inference_launch  # noqa: E402
 from modenorm.kernels.gpu_mixing import Mixing  # noqa: E402
 from modenorm.kernels.gpu_several import launch_for  # noqa: E402
 from modenorm.kernels.tiles import inference_tile, lines_for  # noqa: E402
-from modenorm.lab.models import max_pool, narrow_conv, small_conv, stem_conv  # noqa: E402
+from modenorm.lab.models import max_pool, narrow_launches, small_conv, stem_conv  # noqa: E402
 
 STREAMED = ("x_ptr", "y_ptr", "dy_ptr", "dx_ptr")
 OTHER_TYPES = {"tracked_ptr": "i64", "random_ptr": "i64", "place_ptr": "u8"}
@@ -215,18 +215,28 @@ def test_switches_compile(layers, modes, monkeypatch):
         assert "griddepcontrol.wait" in compile_for(launch, 90).asm["ptx"]
 
 
+NARROW = [(1, 16, 16, 32), (1, 32, 32, 16), (1, 64, 64, 8)]
+STRIDED = [(2, 16, 32, 32), (2, 32, 64, 16), (2, 64, 64, 17)]
+
+
 @pytest.mark.parametrize(
-    ("capability", "channels", "side"), [(90, 16, 32), (90, 32, 16), (90, 64, 8), (80, 64, 8)]
+    ("capability", "stride", "c_in", "c_out", "side"),
+    [*((90, *sizes) for sizes in NARROW + STRIDED), (80, *NARROW[-1]), (80, *STRIDED[-1])],
 )
-def test_narrow_convolutions_compile(capability, channels, side, monkeypatch):
+def test_narrow_convolutions_compile(capability, stride, c_in, c_out, side, monkeypatch, tmp_path):
     """Matrix instructions, asynchronous copies, no more shared memory than an sm_80 has."""
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     monkeypatch.setattr(launches, "can_overlap", lambda: capability >= 90)
-    shape, weights = (128, channels, side, side), (channels, channels, 3, 3)
-    strides = (9 * channels, 1, 3 * channels, channels)
-    plan = [shape, weights, strides]
-    convs = [narrow_conv.conv_launch(*plan, flip) for flip in (False, True)]
-    wgrad, add_up, _ = narrow_conv.wgrad_launches(*plan)
+    plan = [(128, c_in, side, side), (c_out, c_in, 3, 3), (9 * c_in, 1, 3 * c_in, c_in)]
+    if stride == 1:
+        convs = [narrow_launches.conv_launch(*plan, flip) for flip in (False, True)]
+        wgrad, add_up, _ = narrow_launches.wgrad_launches(*plan)
+    else:
+        kinds = narrow_launches.strided_conv_launch, narrow_launches.strided_input_launch
+        convs = [kind(*plan) for kind in kinds]
+        tile = narrow_launches.STRIDED_INPUT_TILES[c_in, c_out]._replace(pairs=True)
+        convs.append(narrow_launches.strided_input_launch(*plan, tile))
+        wgrad, add_up, _ = narrow_launches.strided_wgrad_launches(*plan)
     for launch in (*convs, wgrad, add_up):
         done = compile_for(launch, capability)
         ptx = done.asm["ptx"]
@@ -236,6 +246,8 @@ def test_narrow_convolutions_compile(capability, channels, side, monkeypatch):
         if launch is not add_up:
             assert "mma" in ptx, name
             assert "cp.async" in ptx, name
+        if stride == 2 and capability == 90:
+            assert resources(done, tmp_path)["STACK"] == 0, name
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ def he_conv(in_channels: int, out_channels: int, kernel_size: int, stride: int =
     ResNet code).
     """
     if fits(in_channels, out_channels, kernel_size, stride):
-        conv: nn.Conv2d = NarrowConv2d(in_channels, out_channels)
+        conv: nn.Conv2d = NarrowConv2d(in_channels, out_channels, stride)
     else:
         kind = StemConv2d if in_channels == 3 else nn.Conv2d
         conv = kind(

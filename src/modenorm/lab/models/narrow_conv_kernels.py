@@ -100,7 +100,7 @@ def conv_kernel(
 
 @triton.jit
 def dot(a, b, total):
-    """The total and the product of two matrices of a half type."""
+    """The sum of a total in float32 and a product of matrices in half precision."""
     if WIDENS:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, total)

@@ -231,7 +231,7 @@ def wgrad_launches(
 ) -> tuple[Launch, Launch, int]:
     """The launches for x of a shape and weights, and the number of partial results between them."""
     from modenorm.kernels.launch import Launch
-    from modenorm.lab.models.narrow_conv import add_up_launch
+    from modenorm.lab.models.narrow_launches import add_up_launch
     from modenorm.lab.models.stem_conv_kernels import wgrad_kernel
 
     tile = tile or GRAD_TILES.get((weights[0], weights[2])) or GRAD_TILES[_OTHERS]
