@@ -234,8 +234,6 @@ def test_narrow_convolutions_compile(capability, stride, c_in, c_out, side, monk
     else:
         kinds = narrow_launches.strided_conv_launch, narrow_launches.strided_input_launch
         convs = [kind(*plan) for kind in kinds]
-        tile = narrow_launches.STRIDED_INPUT_TILES[c_in, c_out]._replace(pairs=True)
-        convs.append(narrow_launches.strided_input_launch(*plan, tile))
         wgrad, add_up, _ = narrow_launches.strided_wgrad_launches(*plan)
     for launch in (*convs, wgrad, add_up):
         done = compile_for(launch, capability)

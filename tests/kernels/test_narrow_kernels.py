@@ -144,20 +144,6 @@ def test_channels_in_several_programs(device, tiles, monkeypatch):
     check((3, 5, 7), 32, 64, 2, device)
 
 
-@pytest.mark.parametrize("size", [*SMALL, (5, 12, 10)], ids=str)
-@pytest.mark.parametrize("tile", [{}, {"columns": 16, "rows": 2}], ids=["one", "several"])
-def test_pairs_of_pixels(device, size, tile, use_tile):
-    use_tile(launches.STRIDED_INPUT_TILES, pairs=True, **tile)
-    check(size, 16, 16, 2, device)
-
-
-def test_pairs_of_pixels_by_channels(device, monkeypatch):
-    tiles = launches.STRIDED_INPUT_TILES
-    monkeypatch.setitem(tiles, (32, 64), tiles[32, 64]._replace(pairs=True, out=16))
-    check((3, 5, 7), 32, 64, 2, device)
-    check((3, 5, 7), 32, 64, 2, device, torch.float16, torch.float32, last=False)
-
-
 @pytest.mark.parametrize("taps", [1, 3])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_taps_per_program(device, stride, rows, taps, use_tile):

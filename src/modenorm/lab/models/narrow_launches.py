@@ -48,8 +48,6 @@ class ConvTile(NamedTuple):
     unroll: int
     """Rows of x per step, with stride 2 of dy; best a divisor of rows + 2, or of rows."""
     warps: int
-    pairs: bool = False
-    """For dx with stride 2: products of two pixels by two, of which a quarter is zero."""
 
 
 class GradTile(NamedTuple):
@@ -84,18 +82,18 @@ GRAD_TILES = {
 }
 STRIDED_CONV_TILES = {
     (16, 32): ConvTile(64, out=32, rows=4, vector=8, stages=3, unroll=1, warps=4),
-    (32, 64): ConvTile(64, out=32, rows=2, vector=8, stages=3, unroll=1, warps=4),
+    (32, 64): ConvTile(64, out=32, rows=4, vector=8, stages=3, unroll=1, warps=4),
     (64, 64): ConvTile(64, out=32, rows=2, vector=8, stages=2, unroll=1, warps=4),
 }
 """Those with stride 2."""
 STRIDED_INPUT_TILES = {
-    (16, 32): ConvTile(64, out=16, rows=4, vector=8, stages=3, unroll=1, warps=4),
-    (32, 64): ConvTile(64, out=32, rows=2, vector=8, stages=3, unroll=1, warps=4),
+    (16, 32): ConvTile(64, out=16, rows=4, vector=8, stages=3, unroll=1, warps=2),
+    (32, 64): ConvTile(64, out=32, rows=4, vector=8, stages=3, unroll=1, warps=4),
     (64, 64): ConvTile(64, out=32, rows=2, vector=8, stages=3, unroll=1, warps=4),
 }
 """Those of dx; also by channels of x and y."""
 STRIDED_GRAD_TILES = {
-    (16, 32): GradTile(pixels=64, rows=3, taps=3, vector=8, stages=3, warps=4, programs=128),
+    (16, 32): GradTile(pixels=64, rows=3, taps=3, vector=8, stages=3, warps=4, programs=64),
     (32, 64): GradTile(pixels=64, rows=1, taps=3, vector=8, stages=3, warps=4, programs=44),
     (64, 64): GradTile(pixels=64, rows=1, taps=1, vector=8, stages=3, warps=4, programs=16),
 }
@@ -171,11 +169,10 @@ def strided_input_launch(
     tile: ConvTile | None = None,
 ) -> Launch:
     """The launch with stride 2 that gives dx of a shape."""
-    from modenorm.lab.models.strided_conv_kernels import strided_input_kernel, strided_pairs_kernel
+    from modenorm.lab.models.strided_conv_kernels import strided_input_kernel
 
     tile = tile or _tile(STRIDED_INPUT_TILES, weights[1], weights[0])
-    kernel = strided_pairs_kernel if tile.pairs else strided_input_kernel
-    return _strided_launch(kernel, shape, weights, strides, weights[1], tile)
+    return _strided_launch(strided_input_kernel, shape, weights, strides, weights[1], tile)
 
 
 def _strided_launch(

@@ -2,7 +2,6 @@
 
 strided_conv      y[r, c] is the sum of x[2r - 1 + i, 2c - 1 + j] * w[i, j]
 strided_input     dx from dy and w
-strided_pairs     the same in fewer and larger products
 strided_wgrad     sums of x·dy over a share of dy's pixels, for every tap: partial results
 
 An image of H rows gives (H + 1) // 2, so that rows 2r and 2r + 1 belong to r, and so do columns.
@@ -21,12 +20,7 @@ import triton.language as tl
 from modenorm.kernels.gpu_arrays import begin
 from modenorm.lab.models.narrow_conv_kernels import dot
 
-__all__ = [
-    "strided_conv_kernel",
-    "strided_input_kernel",
-    "strided_pairs_kernel",
-    "strided_wgrad_kernel",
-]
+__all__ = ["strided_conv_kernel", "strided_input_kernel", "strided_wgrad_kernel"]
 
 
 @triton.jit
@@ -193,79 +187,6 @@ def _row_of_taps(w_ptrs, STRIDE_J: tl.constexpr, kind: tl.constexpr):
     w1 = tl.load(w_ptrs + STRIDE_J).to(kind)
     w2 = tl.load(w_ptrs + 2 * STRIDE_J).to(kind)
     return w0, w1, w2
-
-
-@triton.jit
-def strided_pairs_kernel(
-    dy_ptr,  # (N, (H + 1) // 2, (W + 1) // 2, COUT)
-    w_ptr,  # (COUT, CIN, 3, 3) by strides
-    dx_ptr,  # (N, H, W, CIN)
-    num_images,
-    H: tl.constexpr,
-    W: tl.constexpr,
-    CIN: tl.constexpr,
-    COUT: tl.constexpr,
-    STRIDE_OUT: tl.constexpr,
-    STRIDE_IN: tl.constexpr,
-    STRIDE_I: tl.constexpr,
-    STRIDE_J: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_IN: tl.constexpr,
-    ROWS: tl.constexpr,
-    VECTOR: tl.constexpr,
-    STAGES: tl.constexpr,
-    UNROLL: tl.constexpr,
-    SETTLES: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
-    """As strided_input_kernel; pixels c and c + 1 are read as one, 2c and 2c + 1 written as one.
-
-    Of the four matrices of weights between them one is zero: what is not finite in dy's next pixel
-    reaches pixel 2c too.
-    """
-    begin(OVERLAPS)
-    high: tl.constexpr = (H + 1) // 2
-    wide: tl.constexpr = (W + 1) // 2
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    first = tl.program_id(1) * ROWS
-    image, across = column // wide, column % wide
-    exists = (image < num_images)[:, None]
-    far = image.to(tl.int64)
-    k, n = tl.arange(0, 2 * COUT), tl.arange(0, 2 * BLOCK_IN)
-    odd = n // BLOCK_IN
-    c_in = tl.program_id(2) * BLOCK_IN + n % BLOCK_IN
-    pixel = (far * (H * W) + 2 * first * W + 2 * across)[:, None]
-    dx_ptrs = dx_ptr + pixel * CIN + (odd * CIN + c_in)[None, :]
-    pixel = (far * (high * wide) + first * wide + across)[:, None]
-    dy_ptrs = dy_ptr + pixel * COUT + k[None, :]
-    mask_dy = exists & ((across < wide - 1)[:, None] | (k < COUT)[None, :])
-    mask_dy &= (k // VECTOR < 2 * COUT // VECTOR)[None, :]
-    mask_dx = exists
-    if W % 2:
-        mask_dx = exists & ((across < wide - 1)[:, None] | (n < BLOCK_IN)[None, :])
-
-    kind: tl.constexpr = dy_ptr.dtype.element_ty
-    tap = 1 + odd[None, :] - 2 * (k // COUT)[:, None]
-    w_ptrs = w_ptr + (k % COUT * STRIDE_OUT)[:, None] + (c_in * STRIDE_IN)[None, :] + tap * STRIDE_J
-    w0 = tl.load(w_ptrs, mask=tap >= 0, other=0.0).to(kind)
-    w1 = tl.load(w_ptrs + STRIDE_I, mask=tap >= 0, other=0.0).to(kind)
-    w2 = tl.load(w_ptrs + 2 * STRIDE_I, mask=tap >= 0, other=0.0).to(kind)
-
-    nothing = tl.zeros((BLOCK, 2 * BLOCK_IN), tl.float32)
-    begun = nothing
-    for step in tl.range(0, ROWS + 1, num_stages=STAGES, loop_unroll_factor=UNROLL):
-        row = tl.broadcast_to(first + step, (BLOCK,))[:, None]
-        inside = row < high
-        dy = tl.load(dy_ptrs, mask=mask_dy & inside, other=0.0)
-        above = dot(dy, w0, begun)
-        here = dot(dy, w1, nothing)
-        begun = dot(dy, w2, nothing)
-        if SETTLES:
-            begun = tl.where(exists, begun, 0.0)
-        tl.store(dx_ptrs - W * CIN, above.to(kind), mask=mask_dx & (row > first) & (2 * row <= H))
-        tl.store(dx_ptrs, here.to(kind), mask=mask_dx & (row < first + ROWS) & inside)
-        dy_ptrs += wide * COUT
-        dx_ptrs += 2 * W * CIN
 
 
 @triton.jit

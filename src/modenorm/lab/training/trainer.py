@@ -39,8 +39,8 @@ TURN = {"cuda": 16, "cpu": 1}
 """Steps queued before others have their turn."""
 AHEAD = {"cuda": 1, "cpu": 0}
 """Things sent to the host that may be on their way while more steps are queued."""
-SAVING_SHARE = 0.02
-"""Of the time: checkpoints at evaluations may take as much."""
+SAVING_SHARE = 0.002
+"""Of the time: checkpoints at evaluations may take as much, also those of others beside it."""
 
 
 class Diverged(RuntimeError):
