@@ -91,8 +91,8 @@ def test_trainings_alternate_up_to_the_limit(tmp_path: Path) -> None:
 def test_small_networks_leave_room_for_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "SIDE_BY_SIDE", 2)
-    monkeypatch.setattr(runner, "SMALL_SIDE_BY_SIDE", {"lenet": 4})
+    monkeypatch.setattr(runner, "LARGE_SIDE_BY_SIDE", 2)
+    monkeypatch.setattr(runner, "SIDE_BY_SIDE", {"lenet": 4})
     small = [fake_config(model="lenet", total=17, milestones=(), seed=seed) for seed in range(5)]
     large = [fake_config(model="resnet20", total=17, milestones=(), seed=seed) for seed in range(2)]
     began, ended = [], []

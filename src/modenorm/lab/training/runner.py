@@ -31,10 +31,10 @@ from modenorm.lab.training.sources import SharedData
 from modenorm.lab.training.trainer import Diverged, Listener, Training
 
 IDLE_SECONDS = 50e-6
-SIDE_BY_SIDE = 10
-"""Trainings that fill a GPU."""
-SMALL_SIDE_BY_SIDE = {"lenet": 20, "lenet1989": 20}
-"""The same of networks whose steps leave most of it idle."""
+SIDE_BY_SIDE = {"lenet": 20, "lenet1989": 20, "resnet20": 16, "resnet56": 16, "resnet110": 16}
+"""Trainings that fill a GPU, of networks whose steps are small."""
+LARGE_SIDE_BY_SIDE = 4
+"""The same of others: more of them would only share the cache."""
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def _has_room(run: Run, active: Iterable[Training], parallel: int | None) -> boo
     """Whether a training may go on beside others: their shares of a GPU add up to one or less."""
 
     def share(config: TrainConfig) -> Fraction:
-        return Fraction(1, parallel or SMALL_SIDE_BY_SIDE.get(config.model, SIDE_BY_SIDE))
+        return Fraction(1, parallel or SIDE_BY_SIDE.get(config.model, LARGE_SIDE_BY_SIDE))
 
     return share(run.config) + sum(share(training.run.config) for training in active) <= 1
 

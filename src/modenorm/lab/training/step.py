@@ -26,8 +26,8 @@ SHORT_CHUNK = 16
 """The same where steps are long: on images of files, or with other ranks that may want to stop."""
 SAMPLES = 1 << 15
 """Prepared at once on a GPU, if that is more steps: those of small batches are short."""
-WARM_UP_STEPS = 3
-TOGETHER = 8
+WARM_UP_STEPS = 2
+TOGETHER = 4
 """Short steps that are captured as one graph, as the host needs time for each."""
 COMPILED_FORMS = 256
 """Most models that may be compiled in one process."""
