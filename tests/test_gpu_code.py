@@ -88,7 +88,7 @@ def test_kernels_compile(capability, channels_last, monkeypatch):
         owners.append(Mixing(8, 24, 36, 3, 1e-5, 0.1, True, affine, running, True, True))
         owners.append(ChannelMixing(8, 24, 36, 3, 1e-5, True, (True, True), True))
     found = all_launches(*owners)
-    assert len(found) == (6 if channels_last else 21)
+    assert len(found) == (7 if channels_last else 22)
     for launch in found:
         ptx = compile_for(launch, capability).asm["ptx"]
         assert ("griddepcontrol.wait" in ptx) == (capability >= 90), launch.kernel.__name__
@@ -97,12 +97,13 @@ def test_kernels_compile(capability, channels_last, monkeypatch):
 
 @pytest.mark.parametrize("positions", [1024, 3136])
 def test_sums_stay_in_registers(positions, monkeypatch, tmp_path):
-    """The largest tiles, 64 numbers for each thread, twice."""
+    """The largest tiles, 64 numbers for each thread, twice; or nearly."""
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     monkeypatch.setattr(launches, "can_overlap", lambda: True)
     passes = Passes(Geometry(128, 64, positions, True, torch.bfloat16))
-    for launch in (passes.moments, passes.reduce_backward):
-        assert resources(compile_for(launch, 90), tmp_path)["STACK"] == 0, launch.kernel.__name__
+    for launch in (passes.moments, passes.reduce_backward, passes.reduce_cut_backward):
+        few = 64 if launch is passes.reduce_cut_backward else 0  # with a scale and a shift
+        assert resources(compile_for(launch, 90), tmp_path)["STACK"] <= few, launch.kernel.__name__
 
 
 @pytest.mark.parametrize("num_modes", [1, 4, 8, 64], ids="K{}".format)

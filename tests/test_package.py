@@ -55,7 +55,7 @@ SIGNATURES = {
     modenorm.ModeNorm2d: "num_features, num_modes=2, eps=1e-05, momentum=0.1, affine=True, "
     "track_running_stats=True, *, gate=None, per_mode_affine=False, running_update='paper', "
     "device=None, dtype=None",
-    modenorm.ModeNorm2d.forward: "self, x, gates=None, mask=None",
+    modenorm.ModeNorm2d.forward: "self, x, gates=None, mask=None, *, relu=False",
     modenorm.ModeGroupNorm: "num_channels, num_modes=2, eps=1e-05, affine=True, *, "
     "variance='pooled', device=None, dtype=None",
     functional.mode_norm: "x, gates, running_mean=None, running_var=None, weight=None, bias=None, "

@@ -36,6 +36,7 @@ class Options(NamedTuple):
     gates_matter: bool = True  # whether someone looks at the gates that are returned
     num_modes: int | None = None  # K, where more than the gates tells it
     usage_matters: bool = False  # whether someone looks at the share of the batch of each mode
+    relu: bool = False  # whether negative numbers of the output become zero
 
 
 def check_input(x: Tensor) -> None:

@@ -107,10 +107,16 @@ def _found_modes(call: _Call) -> Found:
             f"use more samples or positions, or call eval() on a layer with running estimates"
         )
     backend = choose_backend(x, plain_only=call.mask is not None)
+    if backend == "eager" and (found := _compiled_modes(call)) is not None:
+        return found
+    y, gates, usage = _without_relu(call, backend)
+    return y.relu() if options.relu else y, gates, usage
+
+
+def _without_relu(call: _Call, backend: str) -> Found:
     if backend == "reference":
         return *_reference_modes(call), None
-    found = _by_one_node(call) if backend == "fused" else _compiled_modes(call)
-    if found is not None:
+    if backend == "fused" and (found := _by_one_node(call)) is not None:
         return found
     if not call.from_batch and isinstance(call.gates, Tensor):
         return *_without_moments(call, backend), None
@@ -242,12 +248,12 @@ def _mixed_modes(call: _Call, backend: str) -> tuple[Tensor, Tensor]:
     if backend == "fused" and call.from_batch:
         assert var is not None
         scale, shift, batch = mixing_node.mix(
-            mean, var, gates, weight, bias, options.eps, options.ranks, _positions(x)
+            mean, var, gates, weight, bias, options.eps, options.ranks, x.shape[2:].numel()
         )
         _update_running(estimates, batch, options)
         return affine(mean.detach(), scale, shift), gates
     if counts is None and options.ranks is not None:
-        counts = gates.new_tensor(_positions(x)).expand(x.shape[0])
+        counts = gates.new_tensor(x.shape[2:].numel()).expand(x.shape[0])
     mode_mean, mode_var = _mode_moments(mean, var, counts, gates, estimates, options)
     scale, shift = mixing.coefficients(mode_mean, mode_var, gates, mean, weight, bias, options.eps)
     return affine(mean, scale, shift), gates
@@ -381,10 +387,6 @@ def _empty_modes(call: _Call) -> tuple[Tensor, Tensor]:
         _update_running(estimates, batch, options)
         y = plain.empty_output(y, batch.mean, batch.var)
     return y, gates
-
-
-def _positions(x: Tensor) -> int:
-    return x.shape[2:].numel()
 
 
 def _cast(dtype: torch.dtype, parameter: Tensor | None) -> Tensor | None:

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from modenorm.gates import LinearGate
 
-__all__ = ["explain_modes", "last_linear", "modes_in"]
+__all__ = ["explain_modes", "last_linear", "modes_in", "spread_batchnorm"]
 
 
 def last_linear(gate: nn.Module, num_modes: int) -> Any:
@@ -64,3 +64,26 @@ def explain_modes(
             f"num_modes={layer.num_modes} in the model: call modenorm.match_modes(model, "
             f"state_dict) before loading, or make the model with the numbers it was saved with."
         )
+
+
+def spread_batchnorm(layer: Any, state_dict: Any, prefix: str) -> None:
+    """Take a batch norm's state: every mode starts from its statistics, the gate stays."""
+    mean = state_dict.get(prefix + "running_mean")
+    if mean is None or is_lazy(mean) or mean.ndim != 1 or layer.running_mean is None:
+        return
+    names = ["running_mean", "running_var"]
+    if layer.per_mode_affine:
+        names += ["weight", "bias"]
+    for key in (prefix + name for name in names):
+        if key in state_dict and state_dict[key].ndim == 1:
+            state_dict[key] = state_dict[key].repeat(layer.num_modes, 1)
+    kept = dict(layer.gate.state_dict(prefix=prefix + "gate."))
+    for name in ("running_share", "num_batches_tracked"):  # torch before 0.4.1 had no counter
+        kept[prefix + name] = getattr(layer, name)
+    tracked = state_dict.get(prefix + "num_batches_tracked")
+    if layer.running_share is not None and tracked is not None:
+        share = tracked.to(layer.running_share.dtype) / layer.num_modes
+        kept[prefix + "running_share"] = share.repeat(layer.num_modes)
+    for name, tensor in kept.items():
+        if tensor is not None and not getattr(tensor, "is_meta", False):  # that has no values
+            state_dict.setdefault(name, tensor)

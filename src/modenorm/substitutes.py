@@ -62,9 +62,19 @@ class ModeNormAct2d(ModeNorm2d):
         self.drop = drop
         self.act = act
 
-    def forward(self, x: Tensor, gates: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        gates: Tensor | None = None,
+        mask: Tensor | None = None,
+        *,
+        relu: bool = False,
+    ) -> Tensor:
         """Normalise x, (N, C, H, W), drop and activate; see `ModeNorm2d.forward`."""
-        return self.act(self.drop(super().forward(x, gates, mask)))
+        if type(self.drop) is nn.Identity and type(self.act) is nn.ReLU:
+            return super().forward(x, gates, mask, relu=True)
+        y = self.act(self.drop(super().forward(x, gates, mask)))
+        return y.relu() if relu else y
 
 
 class _LazyModeNorm(LazyModuleMixin, ModeNorm):

@@ -16,12 +16,18 @@ from modenorm.kernels.mode_arrays import Inputs
 @pytest.mark.parametrize("given", [False, True], ids=["gate", "gates"])
 @pytest.mark.parametrize("affine", ["none", "shared", "per-mode"])
 @pytest.mark.parametrize(
-    ("channels_last", "gates_matter", "momentum", "update"),
-    [(False, True, 0.1, "paper"), (True, False, 0.3, "usage"), (True, True, None, "paper")],
-    ids=["nchw", "nhwc", "averaging"],
+    ("channels_last", "gates_matter", "momentum", "update", "relu"),
+    [
+        (False, True, 0.1, "paper", False),
+        (True, False, 0.3, "usage", False),
+        (True, True, None, "paper", False),
+        (False, False, 0.1, "paper", True),
+        (True, True, 0.1, "paper", True),
+    ],
+    ids=["nchw", "nhwc", "averaging", "nchw-relu", "nhwc-relu"],
 )
 def test_against_plain_operators(
-    device, given, affine, channels_last, gates_matter, momentum, update
+    device, given, affine, channels_last, gates_matter, momentum, update, relu
 ):
     torch.manual_seed(0)
     x, dy = (tensor((7, 20, 3, 5), device, torch.float32, channels_last) for _ in range(2))
@@ -49,10 +55,11 @@ def test_against_plain_operators(
         batch = mixing.batch_statistics(mean, var, gates)
         coefficients = (batch.mean, batch.var, gates, mean, weight, bias, options.eps)
         scale, shift = mixing.coefficients(*coefficients)
-        return plain.apply(x, mean, scale, shift), gates, None
+        y = plain.apply(x, mean, scale, shift)
+        return torch.relu(y) if options.relu else y, gates, None
 
     found = []
-    options = Options(True, momentum, running_update=update, gates_matter=gates_matter)
+    options = Options(True, momentum, running_update=update, gates_matter=gates_matter, relu=relu)
     for function in (operators.mode_norm, plainly):
         inputs = [
             None if t is None else t.clone().requires_grad_()
@@ -79,12 +86,14 @@ def test_operator_registration(device):
     for dused, dusage in ((None, of_usage), (of_gates, None)):
         forward = (x, *inputs, *running, 1e-5, 0.1, False, dusage is not None)
         torch.library.opcheck(operators.statistics, forward, test_utils=checks)
-        kept, *_ = operators.statistics(*forward)
-        backward = (dy, dused, dusage, x, *inputs, kept, 1e-5)
-        torch.library.opcheck(operators.gradients, backward, test_utils=checks)
+        kept, lines, *_ = operators.statistics(*forward)
+        for mapped in (None, lines):
+            backward = (dy, dused, dusage, x, *inputs, kept, mapped, 1e-5)
+            torch.library.opcheck(operators.gradients, backward, test_utils=checks)
 
 
-def test_traced_layers(device, monkeypatch):
+@pytest.mark.parametrize("relu", [False, True], ids=["apart", "own"])
+def test_traced_layers(device, monkeypatch, relu):
     """Traced as one graph, with the activation around it, as on a GPU but without Inductor."""
     monkeypatch.setattr(operators, "available", lambda x: True)
     torch.manual_seed(0)
@@ -92,6 +101,8 @@ def test_traced_layers(device, monkeypatch):
     parts = [layer_for(x.shape, 3, device) for _ in range(2)]
     model = torch.nn.Sequential(*(torch.nn.Sequential(p, torch.nn.ReLU()) for p in parts))
     twin = copy.deepcopy(model)
+    if relu:
+        model = torch.nn.Sequential(*map(WithReLU, parts))
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     dy = tensor(x.shape, device, torch.float32, True)
     found = []
@@ -103,6 +114,31 @@ def test_traced_layers(device, monkeypatch):
         assert_close(value, wanted, 3e-5, "", floor=3e-5)
     for value, wanted in zip(model.buffers(), twin.buffers(), strict=True):
         assert_close(value, wanted, 1e-5, "buffer")
+
+
+class WithReLU(torch.nn.Module):
+    """A layer that is asked for a ReLU."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x, relu=True)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter
+def test_a_relu_lets_gradients_of_nan_pass(device):
+    """As torch's; a sample of NaN makes its own gates NaN and so all modes' statistics."""
+    x = tensor((4, 3, 2, 2), device, torch.float32, True)
+    x[1, 2, 0, 0] = float("nan")
+    gate = (torch.randn(2, 3, device=device), torch.randn(2, device=device))
+    leaf = x.clone().requires_grad_()
+    options = Options(True, 0.1, relu=True)
+    y, *_ = operators.mode_norm(leaf, Inputs(None, *gate, None, None), None, options)
+    assert y.isnan().all()
+    y.sum().backward()
+    assert leaf.grad.isnan().all()
 
 
 def test_traced_gate_with_a_hook(device, monkeypatch):
@@ -118,7 +154,7 @@ def test_traced_gate_with_a_hook(device, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="Inductor's kernels need a GPU")
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("kind", ["mn", "mgn", "standardized"])
+@pytest.mark.parametrize("kind", ["mn", "mn relu", "mgn", "standardized"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_compiled_layer(device, training, kind, dtype):
     torch.manual_seed(0)
@@ -130,6 +166,8 @@ def test_compiled_layer(device, training, kind, dtype):
     if kind == "standardized":
         layer = layer_for(x.shape, 3, device, gate=modenorm.StandardizedGate)
     twin = copy.deepcopy(layer)
+    if kind == "mn relu":
+        layer, twin = WithReLU(layer), torch.nn.Sequential(twin, torch.nn.ReLU())
     layer.train(training)
     twin.train(training)
     compiled = torch.compile(layer, fullgraph=True)

@@ -133,7 +133,7 @@ class _ModeNorm(torch.autograd.Function):
         scratch = plan.backward.allocate(x.device)
         places = (used, dused, dusage, kept, scratch, dx, dgates)
         kind = dused is not None, dusage is not None
-        arrays = Backward._make((dy, *given, *places, *gradients))
+        arrays = Backward._make((dy, *given, *places, *gradients, None))
         if ranks is None:
             plan.run_backward[kind](arrays)
         else:

@@ -25,6 +25,7 @@ from modenorm.kernels.gpu_passes import (
     apply_kernel,
     moments_kernel,
     reduce_backward_kernel,
+    reduce_cut_backward_kernel,
 )
 from modenorm.kernels.launch import Launch
 from modenorm.kernels.layout import as_planes, planes_like
@@ -40,6 +41,7 @@ class Passes:
     """The launches of the four passes for tensors of one geometry.
 
     `mean` is `moments` without the variances, but may write over their array too.
+    `reduce_cut_backward` is `reduce_backward` of an output that a ReLU follows.
     """
 
     def __init__(self, geometry: Geometry, direct: bool = True) -> None:
@@ -56,6 +58,8 @@ class Passes:
             last = geometry.channels_last
             self.mean = self.moments if last else self._reduction(moments_kernel, tile, (False,))
             self.reduce_backward = self._reduction(kernel, reduce_tile(geometry), ())
+        cut, tile = reduce_cut_backward_kernel, reduce_tile(geometry)
+        self.reduce_cut_backward = self._reduction(cut, tile, ())
         if geometry.is_ragged:
             self.apply = flat_apply(geometry, direct)
             self.apply_backward = flat_apply_backward(geometry, True, direct)

@@ -12,7 +12,13 @@ import triton.language as tl
 
 from modenorm.kernels.gpu_arrays import begin, from_end
 
-__all__ = ["apply_backward_kernel", "apply_kernel", "moments_kernel", "reduce_backward_kernel"]
+__all__ = [
+    "apply_backward_kernel",
+    "apply_kernel",
+    "moments_kernel",
+    "reduce_backward_kernel",
+    "reduce_cut_backward_kernel",
+]
 
 
 @triton.jit
@@ -141,6 +147,64 @@ def reduce_backward_kernel(
 ):
     """Sums of dy and of dy · (x − centre) over the positions."""
     begin(OVERLAPS)
+    _sum_backward(
+        dy_ptr, x_ptr, centre_ptr, centre_ptr, centre_ptr, total_ptr, product_ptr,
+        num_rows, num_positions, stride_row, stride_position,
+        False, SINGLE, ONE_AXIS, DIVIDES_R, DIVIDES_P, BLOCK_R, BLOCK_P,
+    )  # fmt: skip
+
+
+@triton.jit
+def reduce_cut_backward_kernel(
+    dy_ptr,  # (O, R, P) by strides
+    x_ptr,  # as dy
+    centre_ptr,  # (O, R)
+    scale_ptr,  # (O, R)
+    shift_ptr,  # (O, R)
+    total_ptr,  # (O, R)
+    product_ptr,  # (O, R)
+    num_rows,
+    num_positions,
+    stride_row,
+    stride_position,
+    SINGLE: tl.constexpr,
+    ONE_AXIS: tl.constexpr,
+    DIVIDES_R: tl.constexpr,
+    DIVIDES_P: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """The same sums where (x − centre) · scale + shift is above zero: a ReLU cut off the rest."""
+    begin(OVERLAPS)
+    _sum_backward(
+        dy_ptr, x_ptr, centre_ptr, scale_ptr, shift_ptr, total_ptr, product_ptr,
+        num_rows, num_positions, stride_row, stride_position,
+        True, SINGLE, ONE_AXIS, DIVIDES_R, DIVIDES_P, BLOCK_R, BLOCK_P,
+    )  # fmt: skip
+
+
+@triton.jit
+def _sum_backward(
+    dy_ptr,
+    x_ptr,
+    centre_ptr,
+    scale_ptr,
+    shift_ptr,
+    total_ptr,
+    product_ptr,
+    num_rows,
+    num_positions,
+    stride_row,
+    stride_position,
+    CUT: tl.constexpr,
+    SINGLE: tl.constexpr,
+    ONE_AXIS: tl.constexpr,
+    DIVIDES_R: tl.constexpr,
+    DIVIDES_P: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
     num_rows, num_positions, stride_row, stride_position = _hinted(
         num_rows, num_positions, stride_row, stride_position, DIVIDES_R, DIVIDES_P
     )
@@ -149,12 +213,17 @@ def reduce_backward_kernel(
     mask_rows = first + rows < num_rows
     out = outer * num_rows + first + rows
     centre = tl.load(centre_ptr + out, mask=mask_rows, other=0.0)[:, None]
+    scale, shift = centre, centre
+    if CUT:
+        scale = tl.load(scale_ptr + out, mask=mask_rows, other=0.0)[:, None]
+        shift = tl.load(shift_ptr + out, mask=mask_rows, other=0.0)[:, None]
     base = outer * num_rows * num_positions + first.to(tl.int64) * stride_row
     offs = rows[:, None] * stride_row + slots[None, :] * stride_position
     if SINGLE:
         mask = mask_rows[:, None] & (slots < num_positions)[None, :]
-        total = tl.load(dy_ptr + base + offs, mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + base + offs, mask=mask, other=0.0).to(tl.float32)
         x = tl.load(x_ptr + base + offs, mask=mask, other=0.0).to(tl.float32)
+        total = _cut(dy, x - centre, scale, shift, CUT)
         product = total * (x - centre)
     else:
         # a tile is read ahead: compilers let loads wait for the sums before them
@@ -169,10 +238,19 @@ def reduce_backward_kernel(
             mask = mask_rows[:, None] & (slots < num_positions - done - BLOCK_P)[None, :]
             dy_ahead = tl.load(dy_ptr + base + offs, mask=mask, other=0.0)
             x_ahead = tl.load(x_ptr + base + offs, mask=mask, other=0.0)
+            dy = _cut(dy, x - centre, scale, shift, CUT)
             total += dy
             product += dy * (x - centre)
     tl.store(total_ptr + out, tl.sum(total, 1), mask=mask_rows)
     tl.store(product_ptr + out, tl.sum(product, 1), mask=mask_rows)
+
+
+@triton.jit
+def _cut(dy, apart, scale, shift, CUT: tl.constexpr):
+    """As torch's ReLU: where the output is NaN, the gradient passes."""
+    if CUT:
+        dy = tl.where(apart * scale + shift <= 0.0, 0.0, dy)
+    return dy
 
 
 @triton.jit

@@ -134,6 +134,7 @@ class Backward(NamedTuple):
     dgate_bias: Any
     dweight: Any
     dbias: Any
+    mapped: Any  # a slab, the forward's scratch memory: if a ReLU follows the map
 
     @property
     def inputs(self) -> Inputs:

@@ -38,9 +38,9 @@ class ModePlan:
 
     `run_statistics` and `run_map` do what `run_forward` does, `run_modes_backward` and
     `run_samples_backward` what `run_backward` does: the halves are for ranks, which exchange
-    something in between. `run_mix` and `run_mix_backward` leave out the maps of x and dy. There is
-    a backward for each kind of upstream gradients: with those of the gates or not, of the
-    usage or not.
+    something in between. `run_mix` and `run_mix_backward` leave out the maps of x and dy, and so
+    does `run_cut_backward`, where a ReLU follows the map. There is a backward for each kind of
+    upstream gradients: with those of the gates or not, of the usage or not.
     """
 
     def __init__(
@@ -74,7 +74,9 @@ class ModePlan:
         late = partial(self._parameters_backward, self.mixing.late_parameters_backward)
         back = (self._modes_backward, self._samples_backward, self._apply_backward, late)
         self.run_backward = {kind: stage(*back) for kind in kinds}
-        self.run_mix_backward = {kind: stage(*back[:2], parameters) for kind in kinds}
+        self.run_mix_backward, self.run_cut_backward = (
+            {kind: stage(*back[:2], parameters) for kind in kinds} for _ in range(2)
+        )
         self.run_modes_backward = stage(back[0])
         self.run_samples_backward = {kind: stage(*back[1:]) for kind in kinds}
         self._node: Callable[..., Tensor] | None = None
@@ -172,7 +174,12 @@ class ModePlan:
         arrays, kept, (a, d, _, u, s, dweights) = self._open_backward(split, arrays)
         mean, _, mode_mean, mode_var, mass = kept
         inputs, dweight, dbias = arrays.inputs, arrays.dweight, arrays.dbias
-        self.passes.reduce_backward(stream, arrays.dy, arrays.x, mean, d, a)
+        if arrays.mapped is None:
+            self.passes.reduce_backward(stream, arrays.dy, arrays.x, mean, d, a)
+        else:
+            scale, shift, _ = split(self.forward, arrays.mapped)
+            lines = (mean, scale, shift, d, a)
+            self.passes.reduce_cut_backward(stream, arrays.dy, arrays.x, *lines)
         shares = pointer(dweight, mean) if inputs.per_mode else dweights
         self.mixing.modes_backward(
             stream, mean, arrays.used, mode_mean, mode_var, mass, pointer(inputs.weight, mean),

@@ -54,7 +54,7 @@ def mode_norm(
         mixing.update_running(estimates, batch, options.momentum, options.running_update)
     matter = options.gates_matter
     asked = usage if options.usage_matters else None
-    y, *more = _Map.apply(x, *inputs, kept, lines, asked, options.eps, matter)
+    y, *more = _Map.apply(x, *inputs, kept, lines, asked, options.eps, matter, options.relu)
     used, found = beside_output(more, matter, options.usage_matters)
     if used is None:
         used = gates if inputs.gates is None else inputs.gates
@@ -78,30 +78,35 @@ class _Map(torch.autograd.Function):
         usage: Tensor | None,
         eps: float,
         gates_matter: bool,
+        relu: bool,
     ) -> tuple[Tensor, ...]:
         inputs = Inputs(gates, gate_weight, gate_bias, weight, bias)
-        ctx.save_for_backward(x, *inputs, kept)
+        ctx.save_for_backward(x, *inputs, kept, lines if relu else None)
         ctx.eps, ctx.gates_matter, ctx.usage_matters = eps, gates_matter, usage is not None
         mean, *_, used = _kept_slab(x, inputs).tensors(kept)
         scale, shift, _ = forward_slab(*x.shape[:2]).tensors(lines)
         y = plain.apply(x, mean, scale, shift)
+        y = y.relu() if relu else y
         found = (y, (used if gates is None else gates).clone()) if gates_matter else (y,)
         return found if usage is None else (*found, usage)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, *more: Tensor) -> tuple[Tensor | None, ...]:
-        x, *given, kept = ctx.saved_tensors
+        x, *given, kept, mapped = ctx.saved_tensors
         inputs = Inputs(*given)
         dused, dusage = beside_output(more, ctx.gates_matter, ctx.usage_matters)
-        lines, *found = gradients(dy, dused, dusage, x, *inputs, kept, ctx.eps)
+        lines, *found = gradients(dy, dused, dusage, x, *inputs, kept, mapped, ctx.eps)
         mean, *_ = _kept_slab(x, inputs).tensors(kept)
         slope, offset, scale, *_ = _backward_slab(x, inputs).tensors(lines)
         along = x.shape[:2] + (1,) * (x.ndim - 2)
         # not x - mean: that is in the forward too, and might be kept for here, in float32
         apart = mean.view(along) - x
+        if mapped is not None:
+            factor, shift, _ = forward_slab(*x.shape[:2]).tensors(mapped)
+            dy = torch.where(shift.view(along) - apart * factor.view(along) <= 0, 0, dy)
         dx = dy * scale.view(along) + (offset.view(along) - apart * slope.view(along))
         present = (None if p is None else d for p, d in zip(inputs, found, strict=True))
-        return plain.as_type(dx, x.dtype), *present, *(None,) * 5
+        return plain.as_type(dx, x.dtype), *present, *(None,) * 6
 
 
 # By hand: what torch.library.custom_op puts around an operator takes longer than its launches.
@@ -115,7 +120,7 @@ _LIBRARY.define(
 )
 _LIBRARY.define(
     "gradients(Tensor dy, Tensor? dused, Tensor? dusage, "
-    f"Tensor x, {_INPUTS}, Tensor kept, float eps) "
+    f"Tensor x, {_INPUTS}, Tensor kept, Tensor? mapped, float eps) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -171,23 +176,28 @@ def _gradients(
     weight: Tensor | None,
     bias: Tensor | None,
     kept: Tensor,
+    mapped: Tensor | None,
     eps: float,
 ) -> Work:
-    """A slab with slope, offset and scale of dx; the inputs' gradients, of no size if none."""
+    """A slab with slope, offset and scale of dx; the inputs' gradients, of no size if none.
+
+    `mapped` are the map's lines if a ReLU follows it, and dy is the gradient of what that gives.
+    """
     from modenorm.kernels.mode_plan import plan_for
 
     x, inputs = as_dense(x), Inputs(gates, gate_weight, gate_bias, weight, bias)
     dused = None if dused is None else dused.contiguous()
     dusage = None if dusage is None else as_aligned(dusage)
     options, apart = Options(True, None, eps), gates is not None
-    plan = plan_for(x, inputs, None, options, gates_apart=apart, others=(kept, dused))
+    plan = plan_for(x, inputs, None, options, gates_apart=apart, others=(kept, dused, mapped))
     assert plan is not None, "too many rows"
     found = [_like(given, x) for given in inputs]
     dgates, *gradients = (None if p is None else d for p, d in zip(inputs, found, strict=True))
     lines = plan.backward.allocate(x.device)
     places = (gates, dused, dusage, kept, lines, None, dgates)
-    arrays = Backward(dense_like(dy, x), x, *inputs, *places, *gradients)
-    stage = plan.run_mix_backward[dused is not None, dusage is not None]
+    arrays = Backward._make((dense_like(dy, x), x, *inputs, *places, *gradients, mapped))
+    stages = plan.run_mix_backward if mapped is None else plan.run_cut_backward
+    stage = stages[dused is not None, dusage is not None]
     return Work((lines, *found), stage, arrays)
 
 

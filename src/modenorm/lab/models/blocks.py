@@ -2,15 +2,37 @@
 
 from collections import OrderedDict
 
-from torch import nn
+from torch import Tensor, nn
 
 from modenorm.lab.models.narrow_conv import NarrowConv2d, fits
 from modenorm.lab.models.stem_conv import StemConv2d
+from modenorm.layers import ModeNorm
 
 
 def sequential(**modules: nn.Module) -> nn.Sequential:
     """Chain modules under the names of the arguments."""
     return nn.Sequential(OrderedDict(modules))
+
+
+class ConvNormReLU(nn.Sequential):
+    """A convolution, its norm and a ReLU under the names conv, norm and act, and what follows."""
+
+    def __init__(self, conv: nn.Module, norm: nn.Module, **others: nn.Module) -> None:
+        super().__init__(OrderedDict(conv=conv, norm=norm, act=nn.ReLU(), **others))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply all of them to x (N, C, H, W)."""
+        conv, norm, _, *others = self
+        x = norm_relu(norm, conv(x))
+        for module in others:
+            x = module(x)
+        return x
+
+
+def norm_relu(norm: nn.Module, x: Tensor) -> Tensor:
+    """Normalise x and cut it off at zero; a mode norm does both at once."""
+    y: Tensor = norm(x, relu=True) if isinstance(norm, ModeNorm) else norm(x).relu()
+    return y
 
 
 def he_conv(in_channels: int, out_channels: int, kernel_size: int, stride: int = 1) -> nn.Conv2d:

@@ -4,7 +4,7 @@ from collections import OrderedDict
 
 from torch import Tensor, nn
 
-from modenorm.lab.models.blocks import he_conv, sequential
+from modenorm.lab.models.blocks import ConvNormReLU, he_conv
 from modenorm.lab.models.dropout import SeededDropout
 from modenorm.lab.models.max_pool import HalvingMaxPool2d
 from modenorm.lab.models.norms import NormFactory
@@ -23,7 +23,7 @@ def nin(num_classes: int, norm: NormFactory, *, dropout: float = 0.25) -> nn.Seq
         layers = []
         for width in widths:
             conv = he_conv(in_channels, width, kernel_size)
-            layers.append(sequential(conv=conv, norm=norm(width), act=nn.ReLU()))
+            layers.append(ConvNormReLU(conv, norm(width)))
             in_channels, kernel_size = width, 1
         return nn.Sequential(*layers)
 

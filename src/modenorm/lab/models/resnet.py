@@ -9,7 +9,7 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from modenorm.lab.models.blocks import he_conv, sequential
+from modenorm.lab.models.blocks import ConvNormReLU, he_conv, norm_relu, sequential
 from modenorm.lab.models.max_pool import HalvingMaxPool2d
 from modenorm.lab.models.norms import NormFactory
 
@@ -43,10 +43,9 @@ def resnet18(num_classes: int, norm: NormFactory, *, stem: Stem = "imagenet") ->
     """
     match stem:
         case "imagenet":
-            first = _conv_norm_relu(64, 7, 2, norm)
-            first.add_module("pool", HalvingMaxPool2d())
+            first = ConvNormReLU(he_conv(3, 64, 7, 2), norm(64), pool=HalvingMaxPool2d())
         case "small":
-            first = _conv_norm_relu(64, 3, 1, norm)
+            first = ConvNormReLU(he_conv(3, 64, 3), norm(64))
         case _:
             raise ValueError(f"unknown stem {stem!r}; known: imagenet, small")
     widths = (64, 128, 256, 512)
@@ -68,7 +67,7 @@ class BasicBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the block to x (N, C, H, W)."""
-        out = F.relu(self.norm1(self.conv1(x)))
+        out = norm_relu(self.norm1, self.conv1(x))
         return F.relu(self.norm2(self.conv2(out)) + self.shortcut(x))
 
 
@@ -88,7 +87,7 @@ class PadShortcut(nn.Module):
 
 
 def _cifar_resnet(depth: int, num_classes: int, norm: NormFactory) -> nn.Sequential:
-    stem = _conv_norm_relu(16, 3, 1, norm)
+    stem = ConvNormReLU(he_conv(3, 16, 3), norm(16))
     blocks = (depth - 2) // 6
     return _resnet(stem, num_classes, norm, widths=(16, 32, 64), blocks=blocks, shortcut="pad")
 
@@ -118,11 +117,6 @@ def _resnet(
         flatten=nn.Flatten(),
         classifier=nn.Linear(in_channels, num_classes),
     )
-
-
-def _conv_norm_relu(width: int, kernel_size: int, stride: int, norm: NormFactory) -> nn.Sequential:
-    conv = he_conv(3, width, kernel_size, stride)
-    return sequential(conv=conv, norm=norm(width), act=nn.ReLU())
 
 
 def _shortcut(

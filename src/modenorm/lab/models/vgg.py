@@ -4,7 +4,7 @@ from collections import Counter
 
 from torch import nn
 
-from modenorm.lab.models.blocks import he_conv, sequential
+from modenorm.lab.models.blocks import ConvNormReLU, he_conv, sequential
 from modenorm.lab.models.norms import NormFactory
 from modenorm.lab.models.quarter_pool import QuarterMaxPool2d
 
@@ -25,9 +25,8 @@ def vgg13(num_classes: int, norm: NormFactory) -> nn.Sequential:
     for stage, width in enumerate(STAGES, start=1):
         for _ in range(2):
             number[width] += 1
-            layers[f"conv3_{width}_{number[width]}"] = sequential(
-                conv=he_conv(in_channels, width, 3), norm=norm(width), act=nn.ReLU()
-            )
+            conv = he_conv(in_channels, width, 3)
+            layers[f"conv3_{width}_{number[width]}"] = ConvNormReLU(conv, norm(width))
             in_channels = width
         layers[f"pool{stage}"] = QuarterMaxPool2d()
     return sequential(
