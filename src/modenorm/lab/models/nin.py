@@ -1,8 +1,6 @@
 """Network in Network for CIFAR."""
 
-from collections import OrderedDict
-
-from torch import Tensor, nn
+from torch import nn
 
 from modenorm.lab.models.blocks import he_conv, sequential
 from modenorm.lab.models.dropout import SeededDropout
@@ -38,16 +36,4 @@ def nin(num_classes: int, norm: NormFactory, *, dropout: float = 0.25) -> nn.Seq
         "pool3": nn.AdaptiveAvgPool2d(1),
         "flatten": nn.Flatten(),
     }
-    return _NIN(OrderedDict(modules))
-
-
-class _NIN(nn.Sequential):
-    """The chain, written out: torch.compile leaves a loop alone if dropout interrupts it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The logits of x (N, C, H, W)."""
-        block1, pool1, dropout1, block2, pool2, dropout2, block3, pool3, flatten = self
-        x = dropout1(pool1(block1(x)))
-        x = dropout2(pool2(block2(x)))
-        logits: Tensor = flatten(pool3(block3(x)))
-        return logits
+    return sequential(**modules)
