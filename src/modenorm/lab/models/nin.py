@@ -2,6 +2,7 @@
 
 from torch import nn
 
+from modenorm.lab.models.avg_pool import HalvingAvgPool2d
 from modenorm.lab.models.blocks import he_conv, sequential
 from modenorm.lab.models.dropout import SeededDropout
 from modenorm.lab.models.max_pool import HalvingMaxPool2d
@@ -30,7 +31,7 @@ def nin(num_classes: int, norm: NormFactory, *, dropout: float = 0.25) -> nn.Seq
         "pool1": HalvingMaxPool2d(),
         "dropout1": SeededDropout(dropout),
         "block2": block(96, 5, 192, 192, 192),
-        "pool2": nn.AvgPool2d(3, stride=2, padding=1),
+        "pool2": HalvingAvgPool2d(),
         "dropout2": SeededDropout(dropout),
         "block3": block(192, 3, 192, 192, num_classes),
         "pool3": nn.AdaptiveAvgPool2d(1),
