@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-NAMES = ("narrow_conv", "max_pool", "small_conv", "stem_conv")
+NAMES = ("narrow_conv", "max_pool", "small_conv", "stem_conv", "padded_conv", "avg_pool")
 
 
 @pytest.mark.parametrize(

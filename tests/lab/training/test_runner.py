@@ -43,7 +43,7 @@ def test_alone_and_beside_others_is_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # which Dynamo hides
 def test_compiled_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Traced, with dropout between the graphs; Inductor itself is left out to save time."""
+    """Traced, dropout and all; Inductor itself is left out to save time."""
     traced = functools.partial(torch.compile, backend="eager")
     monkeypatch.setattr(torch, "compile", traced)
     monkeypatch.setattr(trainer, "compiles_on", lambda device: True)

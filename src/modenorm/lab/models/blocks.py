@@ -5,6 +5,7 @@ from collections import OrderedDict
 from torch import Tensor, nn
 
 from modenorm.lab.models.narrow_conv import NarrowConv2d, fits
+from modenorm.lab.models.padded_conv import PaddedConv2d
 from modenorm.lab.models.stem_conv import StemConv2d
 from modenorm.layers import ModeNorm
 
@@ -44,9 +45,14 @@ def he_conv(in_channels: int, out_channels: int, kernel_size: int, stride: int =
     if fits(in_channels, out_channels, kernel_size, stride):
         conv: nn.Conv2d = NarrowConv2d(in_channels, out_channels, stride)
     else:
-        kind = StemConv2d if in_channels == 3 else nn.Conv2d
-        conv = kind(
+        conv = _kind(in_channels, out_channels)(
             in_channels, out_channels, kernel_size, stride, padding=kernel_size // 2, bias=False
         )
     nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
     return conv
+
+
+def _kind(in_channels: int, out_channels: int) -> type[nn.Conv2d]:
+    if in_channels == 3:
+        return StemConv2d
+    return PaddedConv2d if out_channels % 8 else nn.Conv2d

@@ -5,9 +5,16 @@ beside it. Here every layer owns a generator: a training gives the same numbers 
 and goes on exactly where it stopped once `load_generator_states` has put the generators back.
 A CUDA graph has to know the generators it draws from: register each of `generators(model)` with
 `torch.cuda.CUDAGraph.register_generator_state` before the capture.
+
+A generator draws but two words per call, the key; a hash of the key and an element's number decides
+over the element. So a compiled network needs no memory for random numbers: it computes them, again
+if need be, in the kernels that stand around the layer.
 """
 
+import itertools
+import weakref
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,14 +43,14 @@ class SeededDropout(nn.Module):
         self.p = p
         self.seed = draw_seed(generator)
         self.generator = torch.Generator().manual_seed(self.seed)
+        self._enter()
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x in evaluation, a randomly thinned x in training."""
         if not self.training or self.p == 0:
             return x
-        keep = 1 - self.p
-        scale = torch.empty_like(x).bernoulli_(keep, generator=self.generator).div_(keep)
-        return x * scale
+        kept = _random_words(x.shape, draw_key(self.handle, x.device)) >= _threshold(self.p)
+        return x * (1 / (1 - self.p)) * kept
 
     def extra_repr(self) -> str:
         """Show the probability and the seed."""
@@ -56,6 +63,69 @@ class SeededDropout(nn.Module):
         if device != probe.device and device.type != "meta":
             self.generator = torch.Generator(device).manual_seed(self.seed)
         return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._enter()
+
+    def _enter(self) -> None:
+        """Let `draw_key` find the layer; a copy has a number of its own."""
+        number = next(_NUMBERS)
+        _LAYERS[number] = self
+        self.handle = torch.tensor(number)  # neither a buffer nor moved: it is read on the host
+
+
+_NUMBERS = itertools.count()
+_LAYERS: weakref.WeakValueDictionary[int, SeededDropout] = weakref.WeakValueDictionary()
+
+
+@torch.library.custom_op("modenorm::draw_key", mutates_args=("handle",))
+def draw_key(handle: Tensor, device: torch.device) -> Tensor:
+    """Draw a key, two words of 32 bits, from the generator of the layer with this number.
+
+    An operator, as compilers know no generators. The number is a tensor, so that models of equal
+    form can share compiled code; it counts as changed, so that no two draws are taken for one.
+    """
+    generator = _LAYERS[int(handle)].generator
+    words = (-(1 << 31), 1 << 31)
+    return torch.randint(*words, (2,), dtype=torch.int32, generator=generator, device=device)
+
+
+@draw_key.register_fake
+def _empty_key(handle: Tensor, device: torch.device) -> Tensor:
+    return torch.empty(2, dtype=torch.int32, device=device)
+
+
+def _random_words(shape: torch.Size, key: Tensor) -> Tensor:
+    """A word of 32 bits for each element: a hash of its number and the key.
+
+    Numbers are multiplied, then mixed by Chris Wellons' lowbias32, which alone leaves neighbours
+    correlated by a hundredth. The key's second half comes in between: so two keys' words are not
+    the same ones in another order. Products wrap around. Elements are counted channels last, which
+    costs nothing where they lie so, and in another order of memory gives the same words.
+    """
+    last = shape[:1] + shape[2:] + shape[1:2]
+    words = torch.arange(shape.numel(), dtype=torch.int32, device=key.device).view(last)
+    if len(shape) > 2:
+        words = words.movedim(-1, 1)
+    words = (words ^ key[0]) * _signed(0x9E3779B1)
+    words = (_shifted(words, 16) ^ key[1]) * _signed(0x7FEB352D)
+    words = _shifted(words, 15) * _signed(0x846CA68B)
+    return _shifted(words, 16)
+
+
+def _signed(word: int) -> int:
+    return word - (word >> 31 << 32)
+
+
+def _shifted(words: Tensor, bits: int) -> Tensor:
+    """The words, each xor itself shifted to the right; the mask takes away copies of the sign."""
+    return words ^ (words >> bits & (1 << 32 - bits) - 1)
+
+
+def _threshold(p: float) -> int:
+    """A share p of all words is below it."""
+    return min(round(p * (1 << 32)), (1 << 32) - 1) - (1 << 31)
 
 
 def draw_seed(generator: torch.Generator | None = None) -> int:

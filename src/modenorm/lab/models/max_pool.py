@@ -54,14 +54,15 @@ class HalvingMaxPool2d(nn.MaxPool2d):
 
     def forward(self, x: Tensor) -> Tensor:
         """Pool x (N, C, H, W)."""
-        if not _kernels_serve(x):
+        if not (ENABLED and kernels_serve(x)):
             y: Tensor = super().forward(x)
             return y
         return max_pool(x)[0]
 
 
-def _kernels_serve(x: Tensor) -> bool:
-    if not (ENABLED and can_run(x)) or x.dtype not in HALF_TYPES:
+def kernels_serve(x: Tensor) -> bool:
+    """Whether x is as kernels of pooling know it: half precision, channels last, not too large."""
+    if not can_run(x) or x.dtype not in HALF_TYPES:
         return False
     if x.ndim != 4 or not 0 < x.numel() < _MOST or x.shape[2] >= _LONGEST:
         return False
@@ -141,17 +142,18 @@ def pool_launch(shape: Sequence[int], tile: PoolTile = POOL_TILE) -> Launch:
     """The launch for x of a shape, with x, y and the places."""
     from modenorm.lab.models.max_pool_kernels import pool_kernel
 
-    return _launch(pool_kernel, shape, tile)
+    return pooling_launch(pool_kernel, shape, tile)
 
 
 def unpool_launch(shape: Sequence[int], tile: PoolTile = UNPOOL_TILE) -> Launch:
     """The launch for dx of a shape, with dy, the places and dx."""
     from modenorm.lab.models.max_pool_kernels import unpool_kernel
 
-    return _launch(unpool_kernel, shape, tile)
+    return pooling_launch(unpool_kernel, shape, tile)
 
 
-def _launch(kernel: Any, shape: Sequence[int], tile: PoolTile) -> Launch:
+def pooling_launch(kernel: Any, shape: Sequence[int], tile: PoolTile) -> Launch:
+    """The launch of a kernel that follows columns of windows, for images of a shape."""
     from modenorm.kernels.launch import Launch
 
     num_images, num_channels, height, width = shape

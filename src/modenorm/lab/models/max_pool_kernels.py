@@ -15,7 +15,7 @@ import triton.language as tl
 
 from modenorm.kernels.gpu_arrays import begin
 
-__all__ = ["pool_kernel", "unpool_kernel"]
+__all__ = ["pool_kernel", "unpool_kernel", "windows"]
 
 LEAST = tl.constexpr(float("-inf"))
 
@@ -38,7 +38,7 @@ def pool_kernel(
     begin(OVERLAPS)
     high: tl.constexpr = (H + 1) // 2
     wide: tl.constexpr = (W + 1) // 2
-    exists, image, first, across, channels = _windows(num_columns, wide, C, VECTOR, BLOCK, ROWS)
+    exists, image, first, across, channels = windows(num_columns, wide, C, VECTOR, BLOCK, ROWS)
     left = exists & (across > 0)
     right = exists & (2 * across + 1 < W)
     x_ptrs = x_ptr + ((image * H + 2 * first) * W + 2 * across) * C + channels
@@ -82,7 +82,7 @@ def unpool_kernel(
     begin(OVERLAPS)
     high: tl.constexpr = (H + 1) // 2
     wide: tl.constexpr = (W + 1) // 2
-    exists, image, first, across, channels = _windows(num_columns, wide, C, VECTOR, BLOCK, ROWS)
+    exists, image, first, across, channels = windows(num_columns, wide, C, VECTOR, BLOCK, ROWS)
     next_exists = exists & (across + 1 < wide)
     right = exists & (2 * across + 1 < W)
     offs = ((image * high + first) * wide + across) * C + channels
@@ -111,7 +111,7 @@ def unpool_kernel(
 
 
 @triton.jit
-def _windows(
+def windows(
     num_columns,
     WIDE: tl.constexpr,
     C: tl.constexpr,

@@ -1,10 +1,9 @@
 """Network in Network for CIFAR."""
 
-from collections import OrderedDict
+from torch import nn
 
-from torch import Tensor, nn
-
-from modenorm.lab.models.blocks import ConvNormReLU, he_conv
+from modenorm.lab.models.avg_pool import HalvingAvgPool2d
+from modenorm.lab.models.blocks import ConvNormReLU, he_conv, sequential
 from modenorm.lab.models.dropout import SeededDropout
 from modenorm.lab.models.max_pool import HalvingMaxPool2d
 from modenorm.lab.models.norms import NormFactory
@@ -32,22 +31,10 @@ def nin(num_classes: int, norm: NormFactory, *, dropout: float = 0.25) -> nn.Seq
         "pool1": HalvingMaxPool2d(),
         "dropout1": SeededDropout(dropout),
         "block2": block(96, 5, 192, 192, 192),
-        "pool2": nn.AvgPool2d(3, stride=2, padding=1),
+        "pool2": HalvingAvgPool2d(),
         "dropout2": SeededDropout(dropout),
         "block3": block(192, 3, 192, 192, num_classes),
         "pool3": nn.AdaptiveAvgPool2d(1),
         "flatten": nn.Flatten(),
     }
-    return _NIN(OrderedDict(modules))
-
-
-class _NIN(nn.Sequential):
-    """The chain, written out: torch.compile leaves a loop alone if dropout interrupts it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The logits of x (N, C, H, W)."""
-        block1, pool1, dropout1, block2, pool2, dropout2, block3, pool3, flatten = self
-        x = dropout1(pool1(block1(x)))
-        x = dropout2(pool2(block2(x)))
-        logits: Tensor = flatten(pool3(block3(x)))
-        return logits
+    return sequential(**modules)

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.grad import conv2d_input
 
-from modenorm.buffers import HALF_TYPES
-from modenorm.lab.models.own_kernels import can_run, switched_on
+from modenorm.lab.models.own_kernels import can_run, computing_type, switched_on
 
 if TYPE_CHECKING:
     from modenorm.kernels.launch import Launch
@@ -99,7 +98,7 @@ class StemConv2d(nn.Conv2d):
             return None
         if x.ndim != 4 or x.shape[1] != weight.shape[1] or not x.numel():
             return None
-        dtype = _computing_type(x, weight)
+        dtype = computing_type(x, weight)
         high, wide = _size(x.shape, weight.shape, self.stride[0], self.padding[0])
         if dtype is None or min(high, wide) < 1:
             return None
@@ -114,15 +113,6 @@ class StemConv2d(nn.Conv2d):
             return False
         square = self.stride[0] == self.stride[1] and self.padding[0] == self.padding[1]
         return square and math.prod(self.weight.shape[1:]) <= _LONGEST
-
-
-def _computing_type(x: Tensor, weight: Tensor) -> torch.dtype | None:
-    """The half type that torch would convolve in; None if it would in another, or refuse."""
-    device = x.device.type
-    if not torch.is_autocast_enabled(device):
-        return x.dtype if x.dtype == weight.dtype and x.dtype in HALF_TYPES else None
-    dtype, known = torch.get_autocast_dtype(device), (torch.float32, *HALF_TYPES)
-    return dtype if dtype in HALF_TYPES and x.dtype in known and weight.dtype in known else None
 
 
 @torch.library.custom_op("modenorm::stem_conv", mutates_args=())
