@@ -31,7 +31,7 @@ from modenorm.lab.training.sources import SharedData
 from modenorm.lab.training.trainer import Diverged, Listener, Training
 
 IDLE_SECONDS = 50e-6
-SIDE_BY_SIDE = {"lenet": 20, "lenet1989": 20, "resnet20": 16, "resnet56": 16, "resnet110": 16}
+SIDE_BY_SIDE = {"lenet": 30, "lenet1989": 30, "resnet20": 16, "resnet56": 16, "resnet110": 16}
 """Trainings that fill a GPU, of networks whose steps are small."""
 LARGE_SIDE_BY_SIDE = 4
 """The same of others: more of them would only share the cache."""
