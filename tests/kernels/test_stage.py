@@ -29,6 +29,7 @@ from modenorm.kernels import (
 from modenorm.kernels.cpp_module import cpp_module
 from modenorm.kernels.layout import interpreting
 from modenorm.kernels.native import library
+from modenorm.substitutes import ModeNormAct2d
 
 if not interpreting():
     pytest.skip("a stand-in for the driver needs the interpreter", allow_module_level=True)
@@ -266,6 +267,7 @@ LAYERS = {
     "mode": lambda: modenorm.ModeNorm2d(6, 3),
     "without more": lambda: modenorm.ModeNorm2d(6, 3, affine=False, track_running_stats=False),
     "usage": lambda: modenorm.ModeNorm2d(6, 3, running_update="usage", momentum=0.3),
+    "relu": lambda: ModeNormAct2d(6, 3, drop=torch.nn.Identity(), act=torch.nn.ReLU()),
     "group": lambda: modenorm.ModeGroupNorm(6, 3),
     "pixel": lambda: modenorm.ModeGroupNorm(6, 3, variance="pixel"),
 }
@@ -308,7 +310,7 @@ def test_operators_of_one_tensor_twice(stand_in, nodes):
     inputs = (None, *gate, None, None)
     kept, *_ = operators.statistics(x, *inputs, *(None,) * 4, 1e-5, 0.1, False, False)
     for _ in range(2):
-        operators.gradients(x, None, None, x, *inputs, kept, 1e-5)
+        operators.gradients(x, None, None, x, *inputs, kept, None, 1e-5)
     assert stand_in.repeated == 0
 
 

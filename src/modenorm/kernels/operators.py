@@ -102,8 +102,8 @@ class _Map(torch.autograd.Function):
         # not x - mean: that is in the forward too, and might be kept for here, in float32
         apart = mean.view(along) - x
         if mapped is not None:
-            factor, shift, _ = forward_slab(*x.shape[:2]).tensors(mapped)
-            dy = torch.where(shift.view(along) - apart * factor.view(along) <= 0, 0, dy)
+            _, shift, _ = forward_slab(*x.shape[:2]).tensors(mapped)
+            dy = torch.where(shift.view(along) - apart * scale.view(along) <= 0, 0, dy)
         dx = dy * scale.view(along) + (offset.view(along) - apart * slope.view(along))
         present = (None if p is None else d for p, d in zip(inputs, found, strict=True))
         return plain.as_type(dx, x.dtype), *present, *(None,) * 6
