@@ -11,7 +11,7 @@ from modenorm import ModeSparsity
 from modenorm.kernels import entropy, operators, runs_triton
 
 SIZES = [((5, 6, 3, 4), 3), ((9, 40, 2, 2), 8), ((17, 3, 3, 3), 2), ((4, 20, 1, 1), 64)]
-SIZES += [((5, 520, 2, 1), 8)]  # more than one tile
+SIZES += [((3, 520, 2, 1), 4)]  # more than one tile
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +59,7 @@ def test_values_and_gradients(device, shape, num_modes, channels_last):
 
 @pytest.mark.parametrize(
     ("channels", "num_modes", "parts"),
-    [*((5, 3, parts) for parts in ("y", "u", "g", "yu", "yg", "ug", "yug")), (520, 8, "yug")],
+    [*((5, 3, parts) for parts in ("y", "u", "g", "yu", "yg", "ug", "yug")), (520, 3, "yug")],
 )
 def test_any_part_of_a_loss(device, channels, num_modes, parts):
     """The output, the usage and the gates: whichever a loss is made of."""
