@@ -30,7 +30,6 @@ from modenorm.lab.training import (
     load_model,
     train,
     train_many,
-    trainer,
 )
 
 TIMES = ("seconds", "date")
@@ -119,29 +118,6 @@ def test_stopped_again_and_again(tmp_path: Path) -> None:
             break
     assert 2 < attempts < 9
     same_end(run, Run.of(config, tmp_path / "whole"))
-
-
-@pytest.mark.parametrize("ahead", [1, 3])
-def test_numbers_that_are_looked_at_later_are_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int
-) -> None:
-    """As on a GPU: losses, evaluations and checkpoints are of the time when they were sent."""
-    config = fake_config(eval_every=7)
-    train(config, tmp_path / "whole", data=fake_data())
-    monkeypatch.setitem(trainer.AHEAD, "cpu", ahead)
-    for calls in (5, 8):
-        with pytest.raises(Stop):
-            train(
-                config,
-                tmp_path / "late",
-                data=fake_data(),
-                checkpoint_every=0.0,
-                listener=stop_after(calls),
-            )
-        checkpoint = Checkpoint.load(Run.of(config, tmp_path / "late").checkpoint)
-        assert 0 < checkpoint.position.step < 40
-    train(config, tmp_path / "late", data=fake_data())
-    same_end(*(Run.of(config, tmp_path / name) for name in ("late", "whole")))
 
 
 def test_interrupt_writes_a_checkpoint_of_the_moment(tmp_path: Path) -> None:
