@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modenorm.buffers import HALF_TYPES
 from modenorm.lab.models.narrow_launches import (
     conv_launch,
     strided_conv_launch,
@@ -19,7 +18,7 @@ from modenorm.lab.models.narrow_launches import (
     strided_wgrad_launches,
     wgrad_launches,
 )
-from modenorm.lab.models.own_kernels import can_run, switched_on
+from modenorm.lab.models.own_kernels import can_run, computing_type, switched_on
 
 __all__ = ["WIDTHS", "NarrowConv2d", "fits"]
 
@@ -63,16 +62,10 @@ class NarrowConv2d(nn.Conv2d):
 
 def _kernels_type(x: Tensor, weight: Tensor, stride: int) -> torch.dtype | None:
     """The type that the kernels compute in; None where they don't serve."""
-    device = x.device.type
     if not (ENABLED and can_run(x)) or x.ndim != 4 or not x.numel():
         return None
-    dtype, alike = x.dtype, weight.dtype == x.dtype
-    if torch.is_autocast_enabled(device):
-        dtype, alike = (
-            torch.get_autocast_dtype(device),
-            torch.float64 not in (x.dtype, weight.dtype),
-        )
-    if not alike or dtype not in HALF_TYPES or x.shape[1] != weight.shape[1]:
+    dtype = computing_type(x, weight)
+    if dtype is None or x.shape[1] != weight.shape[1]:
         return None
     high, wide = _size(x, stride)
     if max(weight.shape[:2]) == max(WIDTHS) and high * wide >= _LARGE:
