@@ -34,7 +34,9 @@ def configs(*norms: str, seeds: int = 2, **changes: object):
     ]
 
 
-def test_every_form_is_compiled_once_but_the_first_not_for_training(many_cores, monkeypatch):
+@pytest.mark.parametrize("others", [0, 1])
+def test_every_form_is_compiled_once(many_cores, monkeypatch, others):
+    """For training too, but for a network that is trained at once."""
     started = []
 
     class Process:
@@ -51,8 +53,8 @@ def test_every_form_is_compiled_once_but_the_first_not_for_training(many_cores, 
         return Process()
 
     monkeypatch.setattr(ahead, "_start", start)
-    plain = fake_config(norm="ln")  # not compiled
-    wanted = [plain, *configs("bn", "mn", "gn", "mgn", "in")]
+    plain = [fake_config(norm="ln")] * others  # not compiled
+    wanted = [*plain, *configs("bn", "mn", "gn", "mgn", "in")]
     wanted += configs("mn", modes=3) + configs("mn", sparsity=0.1)
     with ahead.compiling_ahead(wanted, shared(), CPU) as processes:
         assert len(processes) == ahead.PROCESSES
@@ -64,7 +66,7 @@ def test_every_form_is_compiled_once_but_the_first_not_for_training(many_cores, 
         ("mn", 2, 0.1),
     }  # fmt: skip
     assert len(forms) == 7
-    assert [form.config.norm for form in forms if not form.trained] == ["bn"]
+    assert [form.config.norm for form in forms if not form.trained] == ["bn"][others:]
     assert {(form.classes, form.size, form.evaluated) for form in forms} == {(4, (8, 8), 33)}
 
 

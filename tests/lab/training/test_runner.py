@@ -114,6 +114,16 @@ def test_small_networks_leave_room_for_more(
     assert len(began) == 7
 
 
+def test_a_gpu_begins_with_what_is_not_compiled_and_ends_with_small_networks(
+    tmp_path: Path,
+) -> None:
+    small = fake_config(model="resnet20", compile=True)
+    large = dataclasses.replace(small, model="nin")
+    plain = dataclasses.replace(small, compile=False)
+    runs = [Run.of(config, tmp_path) for config in (small, large, plain)]
+    assert [run.config for run in runner._in_order(runs, None)] == [plain, large, small]
+
+
 def test_training_learns(tmp_path: Path) -> None:
     result = train(fake_config(norm="bn", total=150, milestones=(100,)), tmp_path, data=fake_data())
     assert result["top_error"] <= result["final_error"] < 30

@@ -54,11 +54,11 @@ def compiling_ahead(
         shared: Their data.
         device: Where they are trained.
     """
-    forms: list[Form] = []
+    configs, forms = list(configs), list[Form]()
     if compiles_on(device) and (os.cpu_count() or 1) >= LEAST_CORES:
         forms = _forms(configs, shared)
-        # the first training can't wait, but is evaluated later
-        forms = [form._replace(trained=i > 0) for i, form in enumerate(forms)]
+        if forms and configs[0].compile:  # it can't wait, but is evaluated later
+            forms[0] = forms[0]._replace(trained=False)
     processes: list[subprocess.Popen[str]] = []
     try:
         with contextlib.suppress(OSError):  # no process, no memory for one

@@ -28,6 +28,7 @@ from modenorm.lab.training.lane import Lane, Turns
 from modenorm.lab.training.ranks import Ranks, joined
 from modenorm.lab.training.runs import Run, State, sort_by_state
 from modenorm.lab.training.sources import SharedData
+from modenorm.lab.training.step import compiles_on
 from modenorm.lab.training.trainer import Diverged, Listener, Training
 
 IDLE_SECONDS = 50e-6
@@ -138,8 +139,10 @@ def _train_many(
     alone = ranks.size == 1
     if not alone or any(config.stream for config in configs):
         parallel = 1
-    rest = [run.config for path, run in runs.items() if path not in outcomes]
-    ahead = compiling_ahead(rest if alone else (), shared, target)
+    rest = [run for path, run in runs.items() if path not in outcomes]
+    if alone and compiles_on(target):
+        rest = _in_order(rest, parallel)
+    ahead = compiling_ahead([run.config for run in rest] if alone else (), shared, target)
     with _noticing_interrupts() as interrupted, ahead:
 
         def start(run: Run) -> Training:
@@ -148,9 +151,8 @@ def _train_many(
                 run, data, Lane(target), ranks=ranks, interrupted=interrupted, **options
             )
 
-        waiting = deque(run for path, run in runs.items() if path not in outcomes)
         stop = interrupted if alone else threading.Event()  # ranks have to stop together
-        for outcome in _alternate(waiting, start, parallel, stop):
+        for outcome in _alternate(deque(rest), start, parallel, stop):
             outcomes[outcome.run.path] = outcome
     return [outcomes[path] for path in runs]
 
@@ -187,13 +189,24 @@ def _alternate(
             turns.close()
 
 
+def _in_order(runs: list[Run], parallel: int | None) -> list[Run]:
+    """The order that keeps a GPU busy.
+
+    What isn't compiled comes first, as the rest is compiled meanwhile; then large networks, so that
+    small ones fill the GPU until the end.
+    """
+    return sorted(runs, key=lambda run: (run.config.compile, -_share(run.config, parallel)))
+
+
 def _has_room(run: Run, active: Iterable[Training], parallel: int | None) -> bool:
     """Whether a training may go on beside others: their shares of a GPU add up to one or less."""
+    taken = sum(_share(training.run.config, parallel) for training in active)
+    return _share(run.config, parallel) + taken <= 1
 
-    def share(config: TrainConfig) -> Fraction:
-        return Fraction(1, parallel or SIDE_BY_SIDE.get(config.model, LARGE_SIDE_BY_SIDE))
 
-    return share(run.config) + sum(share(training.run.config) for training in active) <= 1
+def _share(config: TrainConfig, parallel: int | None) -> Fraction:
+    """How much of a GPU a training takes."""
+    return Fraction(1, parallel or SIDE_BY_SIDE.get(config.model, LARGE_SIDE_BY_SIDE))
 
 
 def _outcome(training: Training, end: StopIteration | Diverged) -> Outcome:
