@@ -34,6 +34,14 @@ def configs(*norms: str, seeds: int = 2, **changes: object):
     ]
 
 
+def watched(forward, seen):
+    def watching(self, x, *others):
+        seen.append(tuple(x.shape))
+        return forward(self, x, *others)
+
+    return watching
+
+
 @pytest.mark.parametrize("others", [0, 1])
 def test_every_form_is_compiled_once(many_cores, monkeypatch, others):
     """For training too, but for a network that is trained at once."""
@@ -53,13 +61,16 @@ def test_every_form_is_compiled_once(many_cores, monkeypatch, others):
         return Process()
 
     monkeypatch.setattr(ahead, "_start", start)
-    plain = [fake_config(norm="ln")] * others  # not compiled
+    plain = [fake_config(norm=norm, compile=False) for norm in ("ln", "mgn")] * others
     wanted = [*plain, *configs("bn", "mn", "gn", "mgn", "in")]
     wanted += configs("mn", modes=3) + configs("mn", sparsity=0.1)
     with ahead.compiling_ahead(wanted, shared(), CPU) as processes:
         assert len(processes) == ahead.PROCESSES
     assert all(process.ended for process in processes)
     forms = [form for part in started for form in part]
+    apart = [form for form in forms if not form.config.compile]
+    assert [(form.config.norm, form.trained) for form in apart] == [("mgn", True)][:others]
+    forms = [form for form in forms if form.config.compile]
     norms = [(f.config.norm, f.config.modes, f.config.sparsity) for f in forms]
     assert set(norms) == {
         ("bn", 2, 0), ("mn", 2, 0), ("gn", 2, 0), ("mgn", 2, 0), ("in", 2, 0), ("mn", 3, 0),
@@ -96,8 +107,8 @@ def test_no_processes_without_need(monkeypatch, cores):
         assert processes == []
 
 
-@pytest.mark.parametrize("trained", [True, False])
-def test_a_form_is_evaluated_and_takes_a_step_of_a_training(monkeypatch, trained):
+@pytest.mark.parametrize(("compile", "trained"), [(True, True), (True, False), (False, True)])
+def test_a_form_is_evaluated_and_takes_a_step_of_a_training(monkeypatch, compile, trained):
     shapes = []
 
     def compiled(function):
@@ -109,9 +120,13 @@ def test_a_form_is_evaluated_and_takes_a_step_of_a_training(monkeypatch, trained
 
     for module in (step, evaluate):
         monkeypatch.setattr(module, "compiled", compiled)
-    config = fake_config(compile=True, dtype="bfloat16")
+    config = fake_config(compile=compile, dtype="bfloat16")
+    seen: list[tuple[int, ...]] = []
+    monkeypatch.setattr(nn.Conv2d, "_conv_forward", watched(nn.Conv2d._conv_forward, seen))
     ahead.compile_form(ahead.Form(config, 4, (8, 8), 33, trained), CPU)
-    assert shapes == [((33, 3, 8, 8), True), ((4, 3, 8, 8), True)][: 1 + trained]
+    expected = [(33, 3, 8, 8), (4, 3, 8, 8)][: 1 + trained]
+    assert [shape for shape in seen if shape[1] == 3] == expected
+    assert shapes == [(shape, True) for shape in expected if compile]
 
 
 def test_a_process_compiles_what_it_is_told(monkeypatch):

@@ -14,6 +14,7 @@ from modenorm.lab.training import (
     TrainConfig,
     Training,
     find_runs,
+    queue,
     runner,
     sort_by_state,
     sweep,
@@ -91,8 +92,8 @@ def test_trainings_alternate_up_to_the_limit(tmp_path: Path) -> None:
 def test_small_networks_leave_room_for_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "LARGE_SIDE_BY_SIDE", 2)
-    monkeypatch.setattr(runner, "SIDE_BY_SIDE", {"lenet": 4})
+    monkeypatch.setattr(queue, "LARGE_SIDE_BY_SIDE", 2)
+    monkeypatch.setattr(queue, "SIDE_BY_SIDE", {"lenet": 4})
     small = [fake_config(model="lenet", total=17, milestones=(), seed=seed) for seed in range(5)]
     large = [fake_config(model="resnet20", total=17, milestones=(), seed=seed) for seed in range(2)]
     began, ended = [], []
@@ -114,14 +115,23 @@ def test_small_networks_leave_room_for_more(
     assert len(began) == 7
 
 
-def test_a_gpu_begins_with_what_is_not_compiled_and_ends_with_small_networks(
-    tmp_path: Path,
+def test_others_have_their_turns_before_another_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small = fake_config(model="resnet20", compile=True)
-    large = dataclasses.replace(small, model="nin")
-    plain = dataclasses.replace(small, compile=False)
-    runs = [Run.of(config, tmp_path) for config in (small, large, plain)]
-    assert [run.config for run in runner._in_order(runs, None)] == [plain, large, small]
+    began: list[Training] = []
+    steps: list[list[int]] = []
+
+    class Watched(Training):
+        def __init__(self, *arguments: object, **options: object) -> None:
+            steps.append([other.position.step for other in began])
+            super().__init__(*arguments, **options)
+            began.append(self)
+
+    monkeypatch.setattr(runner, "Training", Watched)
+    monkeypatch.setitem(runner.ROUNDS_BETWEEN_STARTS, "cpu", 5)
+    configs = [fake_config(norm="bn", total=8, milestones=(), seed=seed) for seed in range(3)]
+    train_many(configs, tmp_path, data=fake_data(), parallel=2)
+    assert steps == [[], [5], [8, 5]]  # for the third there is no room before
 
 
 def test_training_learns(tmp_path: Path) -> None:

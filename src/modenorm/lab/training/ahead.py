@@ -1,7 +1,8 @@
-"""Networks compiled ahead of their trainings, by processes of their own.
+"""What trainings need compiled, ahead of them, by processes of their own.
 
-Inductor keeps what it compiles on disk. While the first training compiles its network and trains,
-these processes compile those of later ones, which then start in seconds instead of half a minute.
+Inductor and Triton keep what they compile on disk. While the first training compiles its kernels
+and trains, these processes compile those of later ones: their networks, which then start in seconds
+instead of half a minute, and of networks that aren't compiled the layers' own kernels.
 A process that fails costs nothing but that: the training compiles for itself.
 """
 
@@ -32,7 +33,7 @@ LEAST_CORES = 4 * PROCESSES
 
 
 class Form(NamedTuple):
-    """What a compiled network depends on: a configuration, and the images it is given."""
+    """What compiled code depends on: a configuration, and the images it is given."""
 
     config: TrainConfig
     classes: int
@@ -40,25 +41,25 @@ class Form(NamedTuple):
     evaluated: int
     """Images in a batch of an evaluation."""
     trained: bool = True
-    """Whether the network is compiled for training too."""
+    """Whether there is something to compile for training too, not for evaluations alone."""
 
 
 @contextlib.contextmanager
 def compiling_ahead(
     configs: Iterable[TrainConfig], shared: SharedData, device: torch.device
 ) -> Iterator[list["subprocess.Popen[str]"]]:
-    """Let networks be compiled in the background for as long as this lasts.
+    """Let all that is needed later be compiled in the background for as long as this lasts.
 
     Args:
         configs: In the order in which they are going to be trained.
         shared: Their data.
         device: Where they are trained.
     """
-    configs, forms = list(configs), list[Form]()
+    forms = list[Form]()
     if compiles_on(device) and (os.cpu_count() or 1) >= LEAST_CORES:
         forms = _forms(configs, shared)
-        if forms and configs[0].compile:  # it can't wait, but is evaluated later
-            forms[0] = forms[0]._replace(trained=False)
+        # the first one can't wait; if it is compiled, its evaluation comes later
+        forms[:1] = [form._replace(trained=False) for form in forms[:1] if form.config.compile]
     processes: list[subprocess.Popen[str]] = []
     try:
         with contextlib.suppress(OSError):  # no process, no memory for one
@@ -72,7 +73,7 @@ def compiling_ahead(
 
 
 def compile_form(form: Form, device: torch.device) -> None:
-    """Evaluate a network on noise, compiled, and take the first step of its training."""
+    """Evaluate a network on noise, and take the first step of its training."""
     name, config = form.config.dataset, form.config
     noise = DataSet(name, _noise(form, config.batch), _noise(form, form.evaluated))
     data = SharedData(device, None, {name: noise}).get(config)
@@ -80,9 +81,10 @@ def compile_form(form: Form, device: torch.device) -> None:
     lane = Lane(device)
     lane.join()
     given = (data.test, ("noise",), step.dtype, lane, Ranks())
-    Evaluation(step.model, *given, compile=True).queue()
+    Evaluation(step.model, *given, compile=config.compile).queue()
     if form.trained:
-        step.compile()
+        if config.compile:
+            step.compile()
         with lane.enter():
             step.loader.load(0, 1)
             step.loader.feed()
@@ -91,8 +93,8 @@ def compile_form(form: Form, device: torch.device) -> None:
 
 
 def _forms(configs: Iterable[TrainConfig], shared: SharedData) -> list[Form]:
-    plain = (dataclasses.replace(c, seed=0) for c in configs if c.compile and not c.stream)
-    distinct = {config.run_id: config for config in plain}
+    of_seed_0 = (dataclasses.replace(c, seed=0) for c in configs if not c.stream)
+    distinct = {config.run_id: config for config in of_seed_0}
     forms = []
     for config in distinct.values():
         data = shared.get(config)

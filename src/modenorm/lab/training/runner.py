@@ -11,10 +11,8 @@ import os
 import signal
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,6 +23,7 @@ from modenorm.lab.data import DataSet
 from modenorm.lab.training.ahead import compiling_ahead
 from modenorm.lab.training.config import TrainConfig
 from modenorm.lab.training.lane import Lane, Turns
+from modenorm.lab.training.queue import Queue
 from modenorm.lab.training.ranks import Ranks, joined
 from modenorm.lab.training.runs import Run, State, sort_by_state
 from modenorm.lab.training.sources import SharedData
@@ -32,10 +31,8 @@ from modenorm.lab.training.step import compiles_on
 from modenorm.lab.training.trainer import Diverged, Listener, Training
 
 IDLE_SECONDS = 50e-6
-SIDE_BY_SIDE = {"lenet": 30, "lenet1989": 30, "resnet20": 16, "resnet56": 16, "resnet110": 16}
-"""Trainings that fill a GPU, of networks whose steps are small."""
-LARGE_SIDE_BY_SIDE = 4
-"""The same of others: more of them would only share the cache."""
+ROUNDS_BETWEEN_STARTS = {"cuda": 64, "cpu": 0}
+"""Turns that all trainings have before another one starts, unless they have enough queued."""
 
 
 @dataclass(frozen=True)
@@ -140,9 +137,9 @@ def _train_many(
     if not alone or any(config.stream for config in configs):
         parallel = 1
     rest = [run for path, run in runs.items() if path not in outcomes]
-    if alone and compiles_on(target):
-        rest = _in_order(rest, parallel)
-    ahead = compiling_ahead([run.config for run in rest] if alone else (), shared, target)
+    queue = Queue(rest, parallel, alone and compiles_on(target))
+    later = [run.config for run in queue.waiting] if alone else ()
+    ahead = compiling_ahead(later, shared, target)
     with _noticing_interrupts() as interrupted, ahead:
 
         def start(run: Run) -> Training:
@@ -152,24 +149,26 @@ def _train_many(
             )
 
         stop = interrupted if alone else threading.Event()  # ranks have to stop together
-        for outcome in _alternate(deque(rest), start, parallel, stop):
+        for outcome in _alternate(queue, start, stop, target.type):
             outcomes[outcome.run.path] = outcome
     return [outcomes[path] for path in runs]
 
 
 def _alternate(
-    waiting: deque[Run],
+    queue: Queue,
     start: Callable[[Run], Training],
-    parallel: int | None,
     interrupted: threading.Event,
+    kind: str,
 ) -> Iterator[Outcome]:
     """Give every training its turn until all have ended."""
     active: dict[Training, Turns] = {}
+    rounds = 0
     try:
         while True:
-            while waiting and _has_room(waiting[0], active, parallel):
-                training = start(waiting.popleft())
+            while not rounds and (run := queue.take(training.run for training in active)):
+                training = start(run)
                 active[training] = training.turns()
+                rounds = ROUNDS_BETWEEN_STARTS[kind]
             if not active:
                 return
             busy = False
@@ -182,31 +181,12 @@ def _alternate(
             if interrupted.is_set():
                 _save_all(active)
                 raise KeyboardInterrupt
+            rounds = rounds - 1 if rounds and busy else 0
             if not busy:
                 time.sleep(IDLE_SECONDS)
     finally:
         for turns in active.values():
             turns.close()
-
-
-def _in_order(runs: list[Run], parallel: int | None) -> list[Run]:
-    """The order that keeps a GPU busy.
-
-    What isn't compiled comes first, as the rest is compiled meanwhile; then large networks, so that
-    small ones fill the GPU until the end.
-    """
-    return sorted(runs, key=lambda run: (run.config.compile, -_share(run.config, parallel)))
-
-
-def _has_room(run: Run, active: Iterable[Training], parallel: int | None) -> bool:
-    """Whether a training may go on beside others: their shares of a GPU add up to one or less."""
-    taken = sum(_share(training.run.config, parallel) for training in active)
-    return _share(run.config, parallel) + taken <= 1
-
-
-def _share(config: TrainConfig, parallel: int | None) -> Fraction:
-    """How much of a GPU a training takes."""
-    return Fraction(1, parallel or SIDE_BY_SIDE.get(config.model, LARGE_SIDE_BY_SIDE))
 
 
 def _outcome(training: Training, end: StopIteration | Diverged) -> Outcome:

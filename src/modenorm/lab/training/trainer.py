@@ -37,7 +37,7 @@ from modenorm.lab.training.step import TOGETHER, Advance, Step, capture, chunk_o
 
 TURN = {"cuda": 16, "cpu": 1}
 """Steps queued before others have their turn."""
-AHEAD = {"cuda": 1, "cpu": 0}
+AHEAD = {"cuda": 2, "cpu": 0}
 """Things sent to the host that may be on their way while more steps are queued."""
 SAVING_SHARE = 0.002
 """Of the time: checkpoints at evaluations may take as much, also those of others beside it."""
