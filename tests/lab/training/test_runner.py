@@ -9,6 +9,8 @@ from fake_data import fake_config, fake_data
 from test_resume import same_end
 
 from modenorm.lab.training import (
+    Checkpoint,
+    CheckpointError,
     Diverged,
     Run,
     TrainConfig,
@@ -134,6 +136,16 @@ def test_others_have_their_turns_before_another_starts(
     assert steps == [[], [5], [8, 5]]  # for the third there is no room before
 
 
+def test_others_lose_nothing_when_one_can_not_go_on(tmp_path: Path) -> None:
+    whole, broken = (fake_config(norm="bn", total=32, seed=seed) for seed in range(2))
+    runs = [Run.of(config, tmp_path) for config in (whole, broken)]
+    with runs[1].hold():
+        runs[1].checkpoint.write_bytes(b"broken")
+    with pytest.raises(CheckpointError, match="not a whole safetensors file"):
+        train_many([whole, broken], tmp_path, data=fake_data(), parallel=2)
+    assert Checkpoint.load(runs[0].checkpoint).position.step == 1
+
+
 def test_training_learns(tmp_path: Path) -> None:
     result = train(fake_config(norm="bn", total=150, milestones=(100,)), tmp_path, data=fake_data())
     assert result["top_error"] <= result["final_error"] < 30
@@ -145,7 +157,6 @@ def test_training_learns(tmp_path: Path) -> None:
 def test_the_first_steps_are_plain_sgd(tmp_path: Path) -> None:
     """The same updates by hand, with torch's unfused SGD and the loader's batches."""
     from modenorm.lab.data.loader import derive_seed
-    from modenorm.lab.training import Checkpoint
     from modenorm.lab.training.checkpoint import build_model
     from modenorm.lab.training.runner import SharedData
 

@@ -94,7 +94,8 @@ def show(records: Sequence[Record], console: Console) -> None:
 
 
 def _modes_table(records: Sequence[Record], domains: Sequence[str]) -> Table:
-    table = Table("norm", "layer", title="Share of each mode in each domain, in percent")
+    title = "Share of each mode in each domain, in percent"
+    table = Table("norm", "layer", title=title, show_edge=False)
     for heading in domains:
         table.add_column(heading, justify="right")
     for label, layer, by_domain in mode_rows(records):

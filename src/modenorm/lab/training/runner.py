@@ -178,6 +178,10 @@ def _alternate(
                 except (StopIteration, Diverged) as end:
                     del active[training]
                     yield _outcome(training, end)
+                except Exception:  # such as a broken checkpoint, or a full disk
+                    del active[training]
+                    _save_if_possible(active)
+                    raise
             if interrupted.is_set():
                 _save_all(active)
                 raise KeyboardInterrupt
@@ -201,6 +205,13 @@ def _outcome(training: Training, end: StopIteration | Diverged) -> Outcome:
 def _save_all(trainings: Iterable[Training]) -> None:
     for training in trainings:
         with contextlib.suppress(Diverged):
+            training.save()
+
+
+def _save_if_possible(trainings: Iterable[Training]) -> None:
+    """Let trainings that end with another one keep what they have done."""
+    for training in trainings:
+        with contextlib.suppress(Exception):
             training.save()
 
 
