@@ -68,6 +68,7 @@ def test_every_form_is_compiled_once(many_cores, monkeypatch, others):
         assert len(processes) == ahead.PROCESSES
     assert all(process.ended for process in processes)
     forms = [form for part in started for form in part]
+    assert all(len({form.config.compile for form in part}) == 1 for part in started)
     apart = [form for form in forms if not form.config.compile]
     assert [(form.config.norm, form.trained) for form in apart] == [("mgn", True)][:others]
     forms = [form for form in forms if form.config.compile]

@@ -63,7 +63,7 @@ def compiling_ahead(
     processes: list[subprocess.Popen[str]] = []
     try:
         with contextlib.suppress(OSError):  # no process, no memory for one
-            for part in filter(None, (forms[i::PROCESSES] for i in range(PROCESSES))):
+            for part in filter(None, _parts(forms)):
                 processes.append(_start(part, device))
         yield processes
     finally:
@@ -101,6 +101,16 @@ def _forms(configs: Iterable[TrainConfig], shared: SharedData) -> list[Form]:
         classes, evaluated = len(data.about.classes), batch_size(data.test)
         forms.append(Form(config, classes, data.train.size, evaluated))
     return forms
+
+
+def _parts(forms: list[Form]) -> list[list[Form]]:
+    """What each process compiles: kernels of layers, if there are some, don't wait for networks."""
+    layers = [form for form in forms if not form.config.compile]
+    networks = [form for form in forms if form.config.compile]
+    if not layers or not networks:
+        return [forms[i::PROCESSES] for i in range(PROCESSES)]
+    others = PROCESSES - 1
+    return [layers, *(networks[i::others] for i in range(others))]
 
 
 def _start(forms: list[Form], device: torch.device) -> "subprocess.Popen[str]":
