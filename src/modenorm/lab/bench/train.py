@@ -24,6 +24,7 @@ from modenorm.lab.models import check_size
 from modenorm.lab.training import TrainConfig, Training, train_many
 from modenorm.lab.training.checkpoint import build_model
 from modenorm.lab.training.evaluate import count_errors
+from modenorm.lab.training.queue import side_by_side
 from modenorm.lab.training.runner import choose_device
 from modenorm.lab.training.sources import SharedData
 from modenorm.lab.training.step import CHUNK, SHORT_CHUNK
@@ -42,6 +43,7 @@ DEEP = {
     "dtype": "bfloat16",
     "channels_last": True,
     "compile": True,
+    "augment": True,
 }
 
 
@@ -51,21 +53,26 @@ class TrainCase:
 
     Attributes:
         settings: Arguments of `TrainConfig` that say what a step does.
-        parallel: Trainings side by side.
         size: Side of the images.
         classes: Number of classes.
         steps_per_evaluation: Distance between evaluations in the paper's recipe.
         images: Training images at most; as many test images, but at most 10,000.
-        folder: Images to stream, in place of noise.
+        folder: Images to stream, in place of noise; then one training has all cores.
+        beside: Trainings side by side; None for as many as fill a GPU.
     """
 
     settings: dict[str, Any]
-    parallel: int
     size: int
     classes: int
-    steps_per_evaluation: int
+    steps_per_evaluation: int = 391
     images: int = 50_000
     folder: Path | None = None
+    beside: int | None = None
+
+    @property
+    def parallel(self) -> int:
+        """Trainings side by side."""
+        return self.beside or (1 if self.folder else side_by_side(self.settings["model"]))
 
     def config(self, norm: str, steps: int, seed: int = 0) -> TrainConfig:
         """One of the trainings."""
@@ -104,17 +111,12 @@ class TrainCase:
 
 
 CASES = {
-    "lenet": TrainCase({"model": "lenet", "batch": 128}, 10, 32, 30, 782),
-    "resnet20": TrainCase(
-        {**DEEP, "model": "resnet20", "batch": 128, "augment": True}, 4, 32, 10, 391
-    ),
-    "resnet18": TrainCase(
-        {**DEEP, "model": "resnet18", "batch": 256, "augment": True, "crop": "resized"},
-        1,
-        64,
-        200,
-        391,
-    ),
+    "lenet": TrainCase({"model": "lenet", "batch": 128}, 32, 40, 782),
+    **{
+        model: TrainCase({**DEEP, "model": model, "batch": 128}, 32, 10)
+        for model in ("nin", "vgg13", "resnet20", "resnet56")
+    },
+    "resnet18": TrainCase({**DEEP, "model": "resnet18", "batch": 256, "crop": "resized"}, 64, 200),
 }
 
 
@@ -177,6 +179,7 @@ def _images_per_second(
             parallel=case.parallel,
             checkpoint_every=1e9,
             listener=note,
+            start_together=True,
         )
     # first chunks, in which others are still being captured, are left out
     spans = [(points[0], points[-1]) for points in seen.values()]

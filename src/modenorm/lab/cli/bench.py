@@ -151,9 +151,9 @@ def train_command(
 ) -> None:
     """The laboratory's trainings as `modenorm train` runs them, and the cost of watching modes.
 
-    lenet: N=128, ten side by side. resnet20: N=128, bfloat16, four side by side. resnet18: N=256,
-    bfloat16, 64×64. The step time is that of one step of one training when all of them together
-    have the device.
+    Those of the paper: N=128 and 32×32, but N=256 and 64×64 for resnet18; as many side by side as
+    fill a GPU. The step time is that of one step of one training when all of them together have
+    the device.
     """
     unknown = [name for name in models if name not in CASES]
     if unknown:
@@ -166,7 +166,7 @@ def train_command(
         case = CASES[name]
         settings = case.settings | ({"batch": batch} if batch else {})
         changes: dict[str, Any] = {
-            "parallel": parallel,
+            "beside": parallel,
             "size": size,
             "images": images,
             "folder": folder,

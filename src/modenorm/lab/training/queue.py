@@ -10,7 +10,7 @@ from fractions import Fraction
 
 from modenorm.lab.training.runs import Run
 
-__all__ = ["Queue"]
+__all__ = ["Queue", "side_by_side"]
 
 SIDE_BY_SIDE = {"lenet": 30, "lenet1989": 30, "resnet20": 16, "resnet56": 16, "resnet110": 16}
 """Trainings that fill a GPU, of networks whose steps are small."""
@@ -74,4 +74,9 @@ class Queue:
 
     def _share(self, run: Run) -> Fraction:
         """How much of a GPU a training takes."""
-        return Fraction(1, self._parallel or SIDE_BY_SIDE.get(run.config.model, LARGE_SIDE_BY_SIDE))
+        return Fraction(1, self._parallel or side_by_side(run.config.model))
+
+
+def side_by_side(model: str) -> int:
+    """Trainings of a network that fill a GPU."""
+    return SIDE_BY_SIDE.get(model, LARGE_SIDE_BY_SIDE)

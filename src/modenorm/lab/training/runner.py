@@ -32,7 +32,7 @@ from modenorm.lab.training.trainer import Diverged, Listener, Training
 
 IDLE_SECONDS = 50e-6
 ROUNDS_BETWEEN_STARTS = {"cuda": 64, "cpu": 0}
-"""Turns that all trainings have before another one starts, unless they have enough queued."""
+"""Turns that all trainings have before another one starts."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,7 @@ def train_many(
     listener: Listener | None = None,
     tensorboard: bool = False,
     workers: int | None = None,
+    start_together: bool = False,
 ) -> list[Outcome]:
     """Train configurations side by side, each from where it stopped; done ones are not repeated.
 
@@ -93,6 +94,7 @@ def train_many(
         listener: Called with a training after every chunk of its steps.
         tensorboard: Also write TensorBoard events into the runs' folders.
         workers: Processes of each rank that decode streamed images; None for as many as cores.
+        start_together: Start what may go on side by side before any of it goes on.
 
     Returns:
         The outcomes, in the order of `configs`, without repetitions.
@@ -107,6 +109,7 @@ def train_many(
             SharedData(target, data_dir, data, workers, ranks),
             target,
             parallel,
+            0 if start_together else ROUNDS_BETWEEN_STARTS[target.type],
             checkpoint_every=checkpoint_every,
             listener=listener if ranks.leads else None,
             tensorboard=tensorboard,
@@ -120,6 +123,7 @@ def _train_many(
     shared: SharedData,
     target: torch.device,
     parallel: int | None,
+    rounds_between: int,
     ranks: Ranks,
     **options: Any,
 ) -> list[Outcome]:
@@ -149,7 +153,7 @@ def _train_many(
             )
 
         stop = interrupted if alone else threading.Event()  # ranks have to stop together
-        for outcome in _alternate(queue, start, stop, target.type):
+        for outcome in _alternate(queue, start, stop, rounds_between):
             outcomes[outcome.run.path] = outcome
     return [outcomes[path] for path in runs]
 
@@ -158,9 +162,12 @@ def _alternate(
     queue: Queue,
     start: Callable[[Run], Training],
     interrupted: threading.Event,
-    kind: str,
+    rounds_between: int,
 ) -> Iterator[Outcome]:
-    """Give every training its turn until all have ended."""
+    """Give every training its turn until all have ended.
+
+    Between two starts all have some rounds of turns, unless they have enough queued before.
+    """
     active: dict[Training, Turns] = {}
     rounds = 0
     try:
@@ -168,7 +175,7 @@ def _alternate(
             while not rounds and (run := queue.take(training.run for training in active)):
                 training = start(run)
                 active[training] = training.turns()
-                rounds = ROUNDS_BETWEEN_STARTS[kind]
+                rounds = rounds_between
             if not active:
                 return
             busy = False
