@@ -74,14 +74,16 @@ def test_train_command(tmp_path, monkeypatch):
     output = tmp_path / "train.jsonl"
     arguments = ["bench", "train", "--model", "lenet", "--batch", "4", "--parallel", "2"]
     arguments += ["--images", "40", "--steps", "48", "--rounds", "1", "--device", "cpu"]
-    result = CliRunner().invoke(app, [*arguments, "-o", str(output)])
+    result = CliRunner().invoke(app, [*arguments, "--compile", "-o", str(output)])
     assert result.exit_code == 0, result.output
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert [(row["norm"], row["parallel"], row["batch"]) for row in rows] == [
         ("bn", 2, 4),
         ("mn2", 2, 4),
     ]
+    assert "compiled, 2 side by side" in result.output.replace("\n", " ")
     for row in rows:
+        assert row["compile"] is True  # on a CPU nothing is, see `compiles_on`
         assert row["images_per_s"] == pytest.approx(4e6 / row["step_us"])
         assert row["eval_us"] > 0
         assert row.keys() >= {"device", "torch", "commit", "date", "record_gates_percent"}

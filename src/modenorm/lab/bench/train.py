@@ -148,6 +148,7 @@ def measure_training(
         yield {
             **{name: case.settings[name] for name in ("model", "batch")},
             "dtype": case.settings.get("dtype", "float32"),
+            "compile": case.settings.get("compile", False),
             "size": case.size,
             "parallel": case.parallel,
             "images": case.folder.name if case.folder else "noise",

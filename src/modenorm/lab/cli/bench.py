@@ -144,6 +144,7 @@ def train_command(
     folder: Path | None = typer.Option(
         None, help="Decode these images (train/CLASS, val/CLASS) instead of training on noise."
     ),
+    compile: bool | None = typer.Option(None, help="Compile the networks, if not as the recipe."),
     steps: int = typer.Option(2560, help="Steps of every training."),
     rounds: int = typer.Option(3, min=1, help="How often each norm has its turn."),
     device: str | None = typer.Option(None, help="cuda or cpu; the GPU if there is one."),
@@ -164,7 +165,8 @@ def train_command(
     rows: list[dict[str, Any]] = []
     for name in models:
         case = CASES[name]
-        settings = case.settings | ({"batch": batch} if batch else {})
+        changed = {"batch": batch, "compile": compile}
+        settings = case.settings | {k: v for k, v in changed.items() if v is not None}
         changes: dict[str, Any] = {
             "beside": parallel,
             "size": size,
@@ -176,6 +178,7 @@ def train_command(
         measured = measure_training(case, norms, steps=steps, rounds=rounds, device=where)
         found = list(_with_provenance(measured, where))
         title = f"{name}, N={settings['batch']}, {case.size}×{case.size}, {found[0]['dtype']}, "
+        title += "compiled, " if found[0]["compile"] else ""
         title += f"files of {folder.name}" if folder else f"{case.parallel} side by side"
         console.print(_table(title, found, TRAIN_COLUMNS))
         rows += found

@@ -3,12 +3,15 @@
 Weights start as torch's layers start them.
 """
 
-from typing import Literal
+from collections.abc import Callable
+from functools import partial
+from typing import Literal, TypeVar
 
 from torch import nn
 
 from modenorm.lab.models.blocks import sequential
 from modenorm.lab.models.norms import NormFactory
+from modenorm.lab.models.quarter_pool import QuarterMaxPool2d
 from modenorm.lab.models.small_conv import SmallConv2d
 
 Activation = Literal["relu", "tanh", "sigmoid"]
@@ -19,7 +22,11 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
     "tanh": nn.Tanh,
     "sigmoid": nn.Sigmoid,
 }
-POOLS: dict[str, type[nn.Module]] = {"max": nn.MaxPool2d, "avg": nn.AvgPool2d}
+POOLS: dict[str, Callable[[], nn.Module]] = {
+    "max": QuarterMaxPool2d,
+    "avg": partial(nn.AvgPool2d, 2),
+}
+Choice = TypeVar("Choice")
 
 
 def lenet(
@@ -36,7 +43,7 @@ def lenet(
             conv=SmallConv2d(in_channels, out_channels, 5),
             norm=norm(out_channels),
             act=act(),
-            pool=pooling(2),
+            pool=pooling(),
         )
 
     return sequential(
@@ -76,7 +83,7 @@ def lenet1989(
     )
 
 
-def _choose(choices: dict[str, type[nn.Module]], name: str, what: str) -> type[nn.Module]:
+def _choose(choices: dict[str, Choice], name: str, what: str) -> Choice:
     if name not in list(choices):  # what was given need not be hashable
         raise ValueError(f"unknown {what} {name!r}; known: {', '.join(choices)}")
     return choices[name]
