@@ -24,7 +24,7 @@ from modenorm.kernels.gpu_inference import inference_launch  # noqa: E402
 from modenorm.kernels.gpu_mixing import Mixing  # noqa: E402
 from modenorm.kernels.gpu_several import launch_for  # noqa: E402
 from modenorm.kernels.tiles import inference_tile, lines_for  # noqa: E402
-from modenorm.lab.models import avg_pool, max_pool, narrow_launches, small_conv, stem_conv  # noqa: E402
+from modenorm.lab.layers import avg_pool, max_pool, narrow_launches, small_conv, stem_conv  # noqa: E402
 
 STREAMED = ("x_ptr", "y_ptr", "dy_ptr", "dx_ptr")
 OTHER_TYPES = {"tracked_ptr": "i64", "random_ptr": "i64", "place_ptr": "u8"}

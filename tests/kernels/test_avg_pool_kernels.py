@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from modenorm.lab.models import avg_pool as module
-from modenorm.lab.models.avg_pool import HalvingAvgPool2d, avg_spread
+from modenorm.lab.layers import avg_pool as module
+from modenorm.lab.layers.avg_pool import HalvingAvgPool2d, avg_spread
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 # One pixel, one row, one column; even and odd; more columns and more rows than a program takes.

@@ -6,15 +6,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from modenorm.lab.models import create_model
-from modenorm.lab.models import narrow_conv as module
-from modenorm.lab.models import narrow_launches as launches
-from modenorm.lab.models.narrow_conv import (
+from modenorm.lab.layers import narrow_conv as module
+from modenorm.lab.layers import narrow_launches as launches
+from modenorm.lab.layers.narrow_conv import (
     NarrowConv2d,
     narrow_conv,
     narrow_conv_input,
     narrow_conv_weight,
 )
+from modenorm.lab.models import create_model
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 SMALL = [(1, 1, 1), (3, 1, 1), (3, 5, 7), (1, 8, 8), (5, 9, 4), (2, 3, 70)]

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from modenorm.lab.models import max_pool as module
-from modenorm.lab.models.max_pool import HalvingMaxPool2d, max_pool, max_unpool
+from modenorm.lab.layers import max_pool as module
+from modenorm.lab.layers.max_pool import HalvingMaxPool2d, max_pool, max_unpool
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 # One pixel, one row, one column; even and odd; more columns and more rows than a program takes.

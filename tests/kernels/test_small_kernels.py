@@ -7,14 +7,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from modenorm.lab.models import create_model
-from modenorm.lab.models import small_conv as module
-from modenorm.lab.models.small_conv import (
+from modenorm.lab.layers import small_conv as module
+from modenorm.lab.layers.small_conv import (
     SmallConv2d,
     small_conv,
     small_conv_input,
     small_conv_weight,
 )
+from modenorm.lab.models import create_model
 
 
 class Case(NamedTuple):

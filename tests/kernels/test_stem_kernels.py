@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from modenorm.lab.models import stem_conv as module
+from modenorm.lab.layers import stem_conv as module
+from modenorm.lab.layers.stem_conv import StemConv2d, stem_conv, stem_conv_weight
 from modenorm.lab.models.blocks import he_conv
-from modenorm.lab.models.stem_conv import StemConv2d, stem_conv, stem_conv_weight
 
 
 class Case(NamedTuple):

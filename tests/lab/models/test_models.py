@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import modenorm.gates
+from modenorm.lab.layers.dropout import generators
 from modenorm.lab.models import GATES, MODELS, NORMS, check_size, count_parameters, create_model
-from modenorm.lab.models.dropout import generators
 
 NUM_CLASSES = 10
 CHEAP = ["lenet", "lenet1989", "nin", "resnet20"]

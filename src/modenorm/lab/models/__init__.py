@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from modenorm.gates import GateFactory
-from modenorm.lab.models.dropout import (
+from modenorm.lab.layers.dropout import (
     SeededDropout,
     draw_seed,
     generator_states,

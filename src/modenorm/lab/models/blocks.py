@@ -4,9 +4,9 @@ from collections import OrderedDict
 
 from torch import Tensor, nn
 
-from modenorm.lab.models.narrow_conv import NarrowConv2d, fits
-from modenorm.lab.models.padded_conv import PaddedConv2d
-from modenorm.lab.models.stem_conv import StemConv2d
+from modenorm.lab.layers.narrow_conv import NarrowConv2d, fits
+from modenorm.lab.layers.padded_conv import PaddedConv2d
+from modenorm.lab.layers.stem_conv import StemConv2d
 from modenorm.layers import ModeNorm
 
 

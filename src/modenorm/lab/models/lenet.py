@@ -9,10 +9,10 @@ from typing import Literal, TypeVar
 
 from torch import nn
 
+from modenorm.lab.layers.quarter_pool import QuarterMaxPool2d
+from modenorm.lab.layers.small_conv import SmallConv2d
 from modenorm.lab.models.blocks import sequential
 from modenorm.lab.models.norms import NormFactory
-from modenorm.lab.models.quarter_pool import QuarterMaxPool2d
-from modenorm.lab.models.small_conv import SmallConv2d
 
 Activation = Literal["relu", "tanh", "sigmoid"]
 Pool = Literal["max", "avg"]

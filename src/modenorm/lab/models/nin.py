@@ -2,10 +2,10 @@
 
 from torch import nn
 
-from modenorm.lab.models.avg_pool import HalvingAvgPool2d
+from modenorm.lab.layers.avg_pool import HalvingAvgPool2d
+from modenorm.lab.layers.dropout import SeededDropout
+from modenorm.lab.layers.max_pool import HalvingMaxPool2d
 from modenorm.lab.models.blocks import ConvNormReLU, he_conv, sequential
-from modenorm.lab.models.dropout import SeededDropout
-from modenorm.lab.models.max_pool import HalvingMaxPool2d
 from modenorm.lab.models.norms import NormFactory
 
 

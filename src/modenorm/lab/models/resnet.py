@@ -9,8 +9,8 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from modenorm.lab.layers.max_pool import HalvingMaxPool2d
 from modenorm.lab.models.blocks import ConvNormReLU, he_conv, norm_relu, sequential
-from modenorm.lab.models.max_pool import HalvingMaxPool2d
 from modenorm.lab.models.norms import NormFactory
 
 Shortcut = Literal["pad", "project"]

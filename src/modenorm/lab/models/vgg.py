@@ -4,9 +4,9 @@ from collections import Counter
 
 from torch import nn
 
+from modenorm.lab.layers.quarter_pool import QuarterMaxPool2d
 from modenorm.lab.models.blocks import ConvNormReLU, he_conv, sequential
 from modenorm.lab.models.norms import NormFactory
-from modenorm.lab.models.quarter_pool import QuarterMaxPool2d
 
 STAGES = (64, 128, 256, 512, 512)
 

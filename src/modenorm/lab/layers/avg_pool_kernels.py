@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from modenorm.kernels.gpu_arrays import begin
-from modenorm.lab.models.max_pool_kernels import windows
+from modenorm.lab.layers.max_pool_kernels import windows
 
 __all__ = ["spread_kernel"]
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.grad import conv2d_input
 
-from modenorm.lab.models.own_kernels import can_run, computing_type, switched_on
+from modenorm.lab.layers.own_kernels import can_run, computing_type, switched_on
 
 if TYPE_CHECKING:
     from modenorm.kernels.launch import Launch
@@ -202,7 +202,7 @@ def conv_launch(
 ) -> Launch:
     """The launch for x of a shape; weights are (COUT, CIN, KH, KW), in any order in memory."""
     from modenorm.kernels.launch import Launch
-    from modenorm.lab.models.stem_conv_kernels import conv_kernel
+    from modenorm.lab.layers.stem_conv_kernels import conv_kernel
 
     tile = tile or CONV_TILES.get((weights[0], weights[2])) or CONV_TILES[_OTHERS]
     geometry, num_pixels = _geometry(shape, weights, stride, padding)
@@ -224,8 +224,8 @@ def wgrad_launches(
 ) -> tuple[Launch, Launch, int]:
     """The launches for x of a shape and weights, and the number of partial results between them."""
     from modenorm.kernels.launch import Launch
-    from modenorm.lab.models.narrow_launches import add_up_launch
-    from modenorm.lab.models.stem_conv_kernels import wgrad_kernel
+    from modenorm.lab.layers.narrow_launches import add_up_launch
+    from modenorm.lab.layers.stem_conv_kernels import wgrad_kernel
 
     tile = tile or GRAD_TILES.get((weights[0], weights[2])) or GRAD_TILES[_OTHERS]
     geometry, num_pixels = _geometry(shape, weights, stride, padding)

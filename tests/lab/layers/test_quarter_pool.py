@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from modenorm.lab.layers.quarter_pool import QuarterMaxPool2d
 from modenorm.lab.models import create_model
-from modenorm.lab.models.quarter_pool import QuarterMaxPool2d
 
 
 def pooled(function, x, dy):

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from modenorm.kernels.gpu_arrays import begin
-from modenorm.lab.models.narrow_conv_kernels import dot
+from modenorm.lab.layers.narrow_conv_kernels import dot
 
 __all__ = ["strided_conv_kernel", "strided_input_kernel", "strided_wgrad_kernel"]
 

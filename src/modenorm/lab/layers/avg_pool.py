@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from modenorm.lab.models.max_pool import PoolTile, kernels_serve, pooling_launch
-from modenorm.lab.models.own_kernels import switched_on
+from modenorm.lab.layers.max_pool import PoolTile, kernels_serve, pooling_launch
+from modenorm.lab.layers.own_kernels import switched_on
 
 if TYPE_CHECKING:
     from modenorm.kernels.launch import Launch
@@ -87,6 +87,6 @@ avg_spread.register_autograd(_backward)
 
 def spread_launch(shape: Sequence[int], tile: PoolTile = SPREAD_TILE) -> Launch:
     """The launch for dx of a shape, with dy and dx."""
-    from modenorm.lab.models.avg_pool_kernels import spread_kernel
+    from modenorm.lab.layers.avg_pool_kernels import spread_kernel
 
     return pooling_launch(spread_kernel, shape, tile)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from modenorm.lab.layers.dropout import draw_key
 from modenorm.lab.models import (
     SeededDropout,
     create_model,
@@ -11,7 +12,6 @@ from modenorm.lab.models import (
     generators,
     load_generator_states,
 )
-from modenorm.lab.models.dropout import draw_key
 from small_models import counting_backend
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -145,7 +145,7 @@ def test_draws_layers_and_seeds_are_independent():
 def test_keys_that_differ_in_one_bit(monkeypatch):
     """Of their first words; equal first words with different second ones don't come in practice."""
     key, x = torch.tensor([0x1234567, -0x7654321], dtype=torch.int32), torch.ones(COUNT)
-    monkeypatch.setattr("modenorm.lab.models.dropout.draw_key", lambda *_: key)
+    monkeypatch.setattr("modenorm.lab.layers.dropout.draw_key", lambda *_: key)
     first = dropout()(x)
     for bit in range(31):
         key[0] ^= 1 << bit

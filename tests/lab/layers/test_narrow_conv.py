@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from modenorm.lab.layers.narrow_conv import NarrowConv2d
 from modenorm.lab.models import create_model
 from modenorm.lab.models.blocks import he_conv
-from modenorm.lab.models.narrow_conv import NarrowConv2d
 
 
 @pytest.mark.parametrize("stride", [1, 2])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from modenorm.lab.models.own_kernels import can_run, switched_on
+from modenorm.lab.layers.own_kernels import can_run, switched_on
 
 if TYPE_CHECKING:
     from modenorm.kernels.launch import Launch
@@ -226,7 +226,7 @@ def conv_launch(
 ) -> Launch:
     """The launch from x of a shape to y; transposed, from dy of a shape to dx."""
     from modenorm.kernels.launch import Launch
-    from modenorm.lab.models.small_conv_kernels import conv_kernel
+    from modenorm.lab.layers.small_conv_kernels import conv_kernel
 
     num_images, c_out, height, width = result
     tile = tile or _of_width(CONV_TILES, c_out)
@@ -251,7 +251,7 @@ def wgrad_launches(
 ) -> tuple[Launch, Launch, int]:
     """The launches for x and dy of these shapes, and the number of partial results between them."""
     from modenorm.kernels.launch import Launch
-    from modenorm.lab.models.small_conv_kernels import add_up_kernel, wgrad_kernel
+    from modenorm.lab.layers.small_conv_kernels import add_up_kernel, wgrad_kernel
 
     num_images, c_out, height, width = result
     c_in, num_weights = shape[1], c_out * shape[1] * taps[0] * taps[1]

@@ -5,13 +5,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from modenorm.lab.models import MODELS, create_model
-from modenorm.lab.models.small_conv import (
+from modenorm.lab.layers.small_conv import (
     SmallConv2d,
     small_conv,
     small_conv_input,
     small_conv_weight,
 )
+from modenorm.lab.models import MODELS, create_model
 
 STEPS = pytest.mark.parametrize(("stride", "padding"), [(1, 0), (2, 2)])
 

@@ -18,7 +18,7 @@ def test_switches_and_import_without_triton(bit):
         else {}
     )
     code = (
-        f"import sys; from modenorm.lab.models import {', '.join(NAMES)}; "
+        f"import sys; from modenorm.lab.layers import {', '.join(NAMES)}; "
         f"print({', '.join(f'{name}.ENABLED' for name in NAMES)}, 'triton' in sys.modules)"
     )
     switches = {f"MODENORM_{name.upper()}": name for name in NAMES}

@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from modenorm.lab.layers.stem_conv import StemConv2d, stem_conv, stem_conv_weight
 from modenorm.lab.models import MODELS, create_model
 from modenorm.lab.models.blocks import he_conv
-from modenorm.lab.models.stem_conv import StemConv2d, stem_conv, stem_conv_weight
 
 SHAPES = pytest.mark.parametrize(
     ("width", "kernel_size", "stride"), [(192, 5, 1), (16, 3, 1), (64, 7, 2)]

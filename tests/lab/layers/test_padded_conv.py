@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from modenorm.lab.layers import padded_conv as module
+from modenorm.lab.layers.padded_conv import PaddedConv2d
 from modenorm.lab.models import MODELS, create_model
-from modenorm.lab.models import padded_conv as module
 from modenorm.lab.models.blocks import he_conv
-from modenorm.lab.models.padded_conv import PaddedConv2d
 
 
 def whole(*shape):

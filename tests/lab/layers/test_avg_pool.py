@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from modenorm.lab.layers.avg_pool import HalvingAvgPool2d, avg_spread
 from modenorm.lab.models import create_model
-from modenorm.lab.models.avg_pool import HalvingAvgPool2d, avg_spread
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

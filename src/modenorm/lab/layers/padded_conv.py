@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from modenorm.lab.models.own_kernels import computing_type, switched_on
+from modenorm.lab.layers.own_kernels import computing_type, switched_on
 
 __all__ = ["PaddedConv2d"]
 

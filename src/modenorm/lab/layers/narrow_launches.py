@@ -108,7 +108,7 @@ def conv_launch(
 ) -> Launch:
     """The launch for x of a shape; weights are (COUT, CIN, 3, 3), in any order in memory."""
     from modenorm.kernels.launch import Launch
-    from modenorm.lab.models.narrow_conv_kernels import conv_kernel
+    from modenorm.lab.layers.narrow_conv_kernels import conv_kernel
 
     num_images, _, height, width = shape
     c_out, c_in = weights[:2]
@@ -133,7 +133,7 @@ def wgrad_launches(
 ) -> tuple[Launch, Launch, int]:
     """The launches for x of a shape and weights, and the number of partial results between them."""
     from modenorm.kernels.launch import Launch
-    from modenorm.lab.models.narrow_conv_kernels import wgrad_kernel
+    from modenorm.lab.layers.narrow_conv_kernels import wgrad_kernel
 
     num_images, _, height, width = shape
     c_out, c_in = weights[:2]
@@ -156,7 +156,7 @@ def strided_conv_launch(
     tile: ConvTile | None = None,
 ) -> Launch:
     """The launch with stride 2 for x of a shape."""
-    from modenorm.lab.models.strided_conv_kernels import strided_conv_kernel
+    from modenorm.lab.layers.strided_conv_kernels import strided_conv_kernel
 
     tile = tile or _tile(STRIDED_CONV_TILES, weights[1], weights[0])
     return _strided_launch(strided_conv_kernel, shape, weights, strides, weights[0], tile)
@@ -169,7 +169,7 @@ def strided_input_launch(
     tile: ConvTile | None = None,
 ) -> Launch:
     """The launch with stride 2 that gives dx of a shape."""
-    from modenorm.lab.models.strided_conv_kernels import strided_input_kernel
+    from modenorm.lab.layers.strided_conv_kernels import strided_input_kernel
 
     tile = tile or _tile(STRIDED_INPUT_TILES, weights[1], weights[0])
     return _strided_launch(strided_input_kernel, shape, weights, strides, weights[1], tile)
@@ -206,7 +206,7 @@ def strided_wgrad_launches(
 ) -> tuple[Launch, Launch, int]:
     """As `wgrad_launches`, with stride 2."""
     from modenorm.kernels.launch import Launch
-    from modenorm.lab.models.strided_conv_kernels import strided_wgrad_kernel
+    from modenorm.lab.layers.strided_conv_kernels import strided_wgrad_kernel
 
     num_images, _, height, width = shape
     c_out, c_in = weights[:2]
@@ -225,7 +225,7 @@ def strided_wgrad_launches(
 def add_up_launch(weights: Sequence[int], strides: Sequence[int], parts: int) -> Launch:
     """The launch that adds partial results (parts, KH, KW, CIN, COUT) to weights of a shape."""
     from modenorm.kernels.launch import Launch
-    from modenorm.lab.models.narrow_conv_kernels import add_up_kernel
+    from modenorm.lab.layers.narrow_conv_kernels import add_up_kernel
 
     c_out, c_in, *taps = weights
     together = min(_power(parts), 256)

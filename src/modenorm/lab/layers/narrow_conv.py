@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modenorm.lab.models.narrow_launches import (
+from modenorm.lab.layers.narrow_launches import (
     conv_launch,
     strided_conv_launch,
     strided_input_launch,
     strided_wgrad_launches,
     wgrad_launches,
 )
-from modenorm.lab.models.own_kernels import can_run, computing_type, switched_on
+from modenorm.lab.layers.own_kernels import can_run, computing_type, switched_on
 
 __all__ = ["WIDTHS", "NarrowConv2d", "fits"]
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from modenorm.buffers import HALF_TYPES
-from modenorm.lab.models.own_kernels import can_run, switched_on
+from modenorm.lab.layers.own_kernels import can_run, switched_on
 
 if TYPE_CHECKING:
     from modenorm.kernels.launch import Launch
@@ -140,14 +140,14 @@ def _channels_last(x: Tensor) -> Tensor:
 
 def pool_launch(shape: Sequence[int], tile: PoolTile = POOL_TILE) -> Launch:
     """The launch for x of a shape, with x, y and the places."""
-    from modenorm.lab.models.max_pool_kernels import pool_kernel
+    from modenorm.lab.layers.max_pool_kernels import pool_kernel
 
     return pooling_launch(pool_kernel, shape, tile)
 
 
 def unpool_launch(shape: Sequence[int], tile: PoolTile = UNPOOL_TILE) -> Launch:
     """The launch for dx of a shape, with dy, the places and dx."""
-    from modenorm.lab.models.max_pool_kernels import unpool_kernel
+    from modenorm.lab.layers.max_pool_kernels import unpool_kernel
 
     return pooling_launch(unpool_kernel, shape, tile)
 

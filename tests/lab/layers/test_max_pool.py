@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from modenorm.lab.layers.max_pool import HalvingMaxPool2d, max_pool, max_unpool
 from modenorm.lab.models import create_model
-from modenorm.lab.models.max_pool import HalvingMaxPool2d, max_pool, max_unpool
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
