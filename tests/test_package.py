@@ -7,6 +7,7 @@ import sys
 import sysconfig
 import venv
 import zipfile
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,15 @@ def test_public_names():
     assert functional.__all__ == ["mode_group_norm", "mode_norm"]
     assert reference.__all__ == ["mode_group_norm", "mode_norm"]
     assert gates.__all__ == ["LinearGate", "StandardizedGate", "make_gate"]
+
+
+def test_the_map_of_the_kernels_names_every_file():
+    rows = [line for line in modenorm.kernels.__doc__.splitlines() if line.startswith("    ")]
+    names = [name for row in rows for name in row.strip().split("  ")[0].split(", ")]
+    files = {path.stem for path in (SOURCE / "kernels").iterdir() if path.is_file()} - {"__init__"}
+    unknown = {file for file in files if not any(fnmatch(file, name) for name in names)}
+    assert not unknown
+    assert all(any(fnmatch(file, name) for file in files) for name in names)
 
 
 SIGNATURES = {

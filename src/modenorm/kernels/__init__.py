@@ -3,6 +3,19 @@
 "fused" streams the tensor through hand-written passes (kernels/gpu.py in Triton, native_passes.py
 in C, cpu.py in torch operators), "eager" uses plain differentiable operators (kernels/plain.py),
 "reference" the paper's sums.
+
+This folder, in an order to read it:
+
+    layout, plain               a tensor as samples × channels × positions; all as plain operators
+    streaming, mixing_*         any gate: two autograd nodes, and the mixing between them
+    cpu, cpu_*, native*         the CPU: passes in torch operators; passes and whole layers in C
+    fused*, *_plan, plan        the GPU: a layer as one autograd node, and its launches
+    *_arrays, slab              the memory of these launches
+    gpu, gpu_*, tiles           the kernels in Triton, and how they cut a tensor into tiles
+    launch, stage, device       launches without Triton's dispatch, in one call of C
+    operators, *_operators      for torch.compile on a GPU
+    cpp_*, compiled             nodes and operators in C++; what the system's compiler makes
+    switches, entropy, several  penalties on modes, for all layers of a model at once
 """
 
 from __future__ import annotations
