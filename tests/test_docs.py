@@ -123,12 +123,15 @@ def test_make_targets_exist(page):
     assert named <= targets
 
 
-def test_the_layout_in_the_readme_exists():
-    paths = re.findall(
-        r"^    ((?:src|tests|docs)/\S*)", (ROOT / "README.md").read_text(), re.MULTILINE
-    )
-    assert len(paths) >= 10
-    assert all((ROOT / path).exists() for path in paths)
+def test_the_layout_in_the_readme_is_that_of_the_code():
+    layout = text_of("README.md").partition("## Layout")[2].partition("    tests/ ")[0]
+    library, _, laboratory = layout.partition("src/modenorm/lab/")
+    source = ROOT / "src" / "modenorm"
+    for folder, text in ((source, library), (source / "lab", laboratory)):
+        files = {path.name for path in folder.glob("[!_]*.py")}
+        folders = {f"{path.parent.name}/" for path in folder.glob("*/__init__.py")} - {"lab/"}
+        named = set(re.findall(r"\b[a-z_]+(?:\.py|/)", text)) - {"src/", "modenorm/"}
+        assert named == files | folders
 
 
 def test_every_file_of_the_library_names_its_rule():
