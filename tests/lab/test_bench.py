@@ -92,6 +92,23 @@ def test_train_command(tmp_path, monkeypatch):
     assert f"| MN K=2 | {rows[1]['step_us']:.0f} |" in table
 
 
+def test_step_command(tmp_path):
+    output = tmp_path / "step.jsonl"
+    arguments = ["bench", "step", "--model", "lenet", "--steps", "2", "--most", "3"]
+    result = CliRunner().invoke(app, [*arguments, "--device", "cpu", "-o", str(output)])
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    for norm in ("bn", "mn2"):
+        found = [row for row in rows if row["norm"] == norm]
+        times = [row["kernel_us"] for row in found]
+        assert times == sorted(times, reverse=True)
+        assert 0 < times[0] < sum(times) < 2 * found[0]["step_us"]
+        assert f"lenet {norm}: {found[0]['step_us']:,.0f} µs a step alone" in result.output
+    counts = {row["kernel"]: row["launches"] for row in rows if row["norm"] == "bn"}
+    assert counts["aten::native_batch_norm"] == 2
+    assert rows[0].keys() >= {"device", "torch", "commit", "date"}
+
+
 def test_train_command_on_a_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "EVALUATION_SECONDS", 0.1)
     for number in range(12):

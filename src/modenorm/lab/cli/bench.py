@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from modenorm.lab.bench.layer import CPU_SHAPES, GPU_SHAPES, Case, measure, norm
 from modenorm.lab.bench.model import measure_model, model_names
 from modenorm.lab.bench.page import with_tables
 from modenorm.lab.bench.sparsity import SPARSITY_CASES, measure_sparsity
+from modenorm.lab.bench.step import measure_step
 from modenorm.lab.bench.sync import SYNC_CASES, measure_sync
 from modenorm.lab.bench.train import CASES, measure_training
+from modenorm.lab.cli.shown import make_console, make_table
 from modenorm.lab.provenance import provenance
 from modenorm.lab.training.files import write_lines, write_whole
 from modenorm.lab.training.runner import choose_device
@@ -156,9 +159,7 @@ def train_command(
     fill a GPU. The step time is that of one step of one training when all of them together have
     the device.
     """
-    unknown = [name for name in models if name not in CASES]
-    if unknown:
-        raise ValueError(f"unknown model {unknown[0]!r}: expected {', '.join(CASES)}")
+    _check_cases(models)
     console = Console()
     where = choose_device(device).type
     _report_conditions(console, where)
@@ -183,6 +184,41 @@ def train_command(
         console.print(_table(title, found, TRAIN_COLUMNS))
         rows += found
         _write(output, rows)
+
+
+@app.command("step")
+def step_command(
+    models: list[str] = typer.Option(["resnet20"], "--model", help=f"Of {', '.join(CASES)}."),
+    norms: list[str] = typer.Option(["bn", "mn2"], "--norm", help="Norms and K."),
+    steps: int = typer.Option(10, min=1, help="Steps to look at."),
+    most: int = typer.Option(20, min=1, help="Kernels to show."),
+    device: str | None = typer.Option(None, help="cuda or cpu; the GPU if there is one."),
+    output: Path | None = typer.Option(None, "--output", "-o", help="JSON lines to write."),
+) -> None:
+    """Where the time of a training step goes: its kernels, or on a CPU its operators."""
+    _check_cases(models)
+    console, target = make_console(), choose_device(device)
+    _report_conditions(console, target.type)
+    rows: list[dict[str, Any]] = []
+    for model, norm in itertools.product(models, norms):
+        measured = measure_step(CASES[model], norm, steps=steps, device=target)
+        found = list(_with_provenance(measured, target.type))
+        launches = sum(row["launches"] for row in found)
+        title = (
+            f"{model} {norm}: {found[0]['step_us']:,.0f} µs a step alone, {launches:.0f} launches"
+        )
+        table = make_table("µs", "launches", "kernel", right=("µs", "launches"), title=title)
+        for row in found[:most]:
+            table.add_row(f"{row['kernel_us']:.1f}", f"{row['launches']:g}", row["kernel"])
+        console.print(table)
+        rows += found
+        _write(output, rows)
+
+
+def _check_cases(models: Iterable[str]) -> None:
+    unknown = [name for name in models if name not in CASES]
+    if unknown:
+        raise ValueError(f"unknown model {unknown[0]!r}: expected {', '.join(CASES)}")
 
 
 @app.command("sparsity")
