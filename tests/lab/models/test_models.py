@@ -258,3 +258,23 @@ def test_sizes_are_refused_that_a_network_cannot_take(name, side):
             check_size(name, size, source)
     else:
         check_size(name, size, source)
+
+
+@pytest.mark.parametrize("activation", ["relu", "tanh", "sigmoid"])
+def test_lenets_may_pool_first(activation):
+    """The same numbers and gradients as with the activation before max-pooling."""
+    generator = torch.Generator().manual_seed(0)
+    settings = {"num_classes": 10, "norm": "mn", "activation": activation}
+    model = create_model("lenet", **settings, generator=generator)
+    other = copy.deepcopy(model)
+    for stage in (other.stage1, other.stage2):
+        conv, norm, pool, act = stage
+        assert isinstance(pool, nn.MaxPool2d)
+        stage._modules = {"conv": conv, "norm": norm, "act": act, "pool": pool}
+    x, upstream = torch.randn(16, 3, 32, 32), torch.randn(16, 10)
+    results = []
+    for each in (model, other):
+        y = each(x)
+        y.backward(upstream)
+        results.append([y, *(parameter.grad for parameter in each.parameters())])
+    assert all(map(torch.equal, *results))

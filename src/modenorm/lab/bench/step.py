@@ -7,7 +7,6 @@ on, so that kernels may add up to more than the step.
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections import Counter
@@ -46,7 +45,6 @@ def measure_step(
         began = time.perf_counter()
         take()
         alone.append(1e6 * (time.perf_counter() - began))
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # it would tell when it begins and ends
     kind = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
     with profile(activities=[kind], acc_events=True) as found:
         for _ in range(steps):

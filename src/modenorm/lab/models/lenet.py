@@ -34,17 +34,16 @@ def lenet(
 ) -> nn.Sequential:
     """LeNet-5 (LeCun et al. 1998): 6 and 16 maps of 5×5, pooled by two, then 120, 84, classes.
 
-    The second convolution sees all maps of the first, and the output layer is linear.
+    The second convolution sees all maps of the first, and the output layer is linear. Activations
+    never fall, so the largest of some is that of the largest: after max-pooling they are a quarter.
     """
     act, pooling = _choose(ACTIVATIONS, activation, "activation"), _choose(POOLS, pool, "pool")
 
     def stage(in_channels: int, out_channels: int) -> nn.Sequential:
-        return sequential(
-            conv=SmallConv2d(in_channels, out_channels, 5),
-            norm=norm(out_channels),
-            act=act(),
-            pool=pooling(),
-        )
+        conv, after = SmallConv2d(in_channels, out_channels, 5), norm(out_channels)
+        if pool == "max":
+            return sequential(conv=conv, norm=after, pool=pooling(), act=act())
+        return sequential(conv=conv, norm=after, act=act(), pool=pooling())
 
     return sequential(
         stage1=stage(3, 6),
