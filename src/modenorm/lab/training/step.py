@@ -62,7 +62,7 @@ class Step:
         ranks: Ranks,
     ) -> None:
         self.model, self.loader, self.dtype = model, loader, dtype
-        self.lr = torch.zeros((), device=device)
+        self.lr, self._one = torch.zeros((), device=device), torch.ones((), device=device)
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self._momentum, self._weight_decay = momentum, weight_decay
         self.forward: Callable[..., Any] = model  # or what averages gradients, or is compiled
@@ -143,7 +143,7 @@ class Step:
             # ranks may have more or fewer samples; gradients are averaged over ranks
             loss = loss * (len(labels) / self._batch)
             objective = loss * self._ranks.size
-        objective.backward()
+        objective.backward(self._one)  # else torch would make a one in every step
         self._update()
         self.loss_sum.add_(loss.detach())
 
