@@ -127,6 +127,22 @@ def test_figure_is_drawn_from_its_training(
     assert command("figure2", *WHERE, "--runs", "other", "--device", "tpu")[0] == 2
 
 
+def test_results_are_replaced_when_asked_for(command: Command) -> None:
+    """One by one: what is not trained again keeps its line."""
+    file = Path("results/table1.jsonl")
+    assert command("table1", "--seeds", "1", *WHERE)[0] == 0
+    before = read_lines(file)
+    anew = ("table1", "--seeds", "1", *WHERE, "--again", "--runs", "anew")
+    code, out, _ = command(*anew, "--dry-run")
+    assert (code, "0 done, 0 failed, 0 incomplete, 2 missing" in out) == (0, True)
+    assert command(*anew, "--limit", "1")[0] == 0
+    after = read_lines(file)
+    assert len(after) == len(before) == 2
+    assert [old == new for old, new in zip(before, after, strict=True)] == [False, True]
+    code, out, _ = command(*anew, "--dry-run")
+    assert "1 done, 0 failed, 0 incomplete, 1 missing" in out
+
+
 def test_trains_what_is_missing_and_shows_the_table(command: Command) -> None:
     code, out, _ = command("table1", "--seeds", "2", "--dry-run", *WHERE)
     assert code == 0

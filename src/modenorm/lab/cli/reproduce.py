@@ -60,6 +60,9 @@ def reproduce_command(
     ),
     dry_run: bool = typer.Option(False, help="Only list what is done and what is left."),
     retry_failed: bool = typer.Option(False, help="Train failed runs again."),
+    again: bool = typer.Option(
+        False, help="Also train what is in the results, of which new ones replace old ones."
+    ),
     data: Path = _machine(
         Path("data"),
         help="Folder with the data sets' files, and imagenet/ for table4; or, for table4, the "
@@ -80,8 +83,9 @@ def reproduce_command(
 ) -> None:
     """Reproduce tables of the paper: train what is missing, then show it beside the paper.
 
-    Trainings that were interrupted go on; what is in the results already is not trained again.
-    Those of several tables go on side by side too.
+    Trainings that were interrupted go on; what is in the results already is not trained again,
+    unless that is asked for (--again, with another folder of --runs). Those of several tables go on
+    side by side too.
 
     figure2 is drawn from the run of Table 3 that it needs, into the folder of results.
 
@@ -104,7 +108,9 @@ def reproduce_command(
         _reproduce_figure(FIGURE2, dry_run, (runs, results), machine)
         return
     tables = list(TABLES) if "all" in targets else list(dict.fromkeys(targets))
-    plan = make_plan(tables, range(seeds), data=data, runs_dir=runs, results=results, only=only)
+    plan = make_plan(
+        tables, range(seeds), data=data, runs_dir=runs, results=results, only=only, again=again
+    )
     _warn(plan, tables)
     if only and not any(plan.runs.values()):
         names = " or ".join(map(repr, only))

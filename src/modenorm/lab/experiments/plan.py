@@ -48,10 +48,12 @@ def make_plan(
     runs_dir: Path,
     results: Path,
     only: Sequence[str] = (),
+    again: bool = False,
 ) -> Plan:
     """Look at the results and the run directories; a training of two tables is planned once.
 
-    Runs whose name contains nothing of `only` are passed over, unless that is empty.
+    Runs whose name contains nothing of `only` are passed over, unless that is empty. Results count
+    unless all is wanted again.
     """
     plan = Plan()
     seen: set[Path] = set()
@@ -71,7 +73,7 @@ def make_plan(
             if run.path in seen or (key in skipped and (key, config.seed) not in measured):
                 continue
             seen.add(run.path)
-            state = "done" if (key, config.seed) in measured else run.state
+            state = "done" if (key, config.seed) in measured and not again else run.state
             plan.runs[state].append(run)
     return plan
 
