@@ -26,7 +26,7 @@ from modenorm.lab.training import (
 )
 from modenorm.lab.training.ranks import Ranks
 from modenorm.lab.training.sources import SharedData
-from modenorm.lab.training.step import Step
+from modenorm.lab.training.step import Step, chunk_of
 from small_models import counting_backend
 
 
@@ -75,6 +75,14 @@ def test_compiled_drawing(crop: str, monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in range(3):
             assert all(map(torch.equal, compiled.draw(), plain.draw()))
     assert len(graphs) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "batch", "steps"),
+    [("cpu", 4, 16), ("cuda", 4, 1024), ("cuda", 64, 512), ("cuda", 512, 256)],
+)
+def test_short_steps_are_prepared_many_at_once(kind: str, batch: int, steps: int) -> None:
+    assert chunk_of(fake_config(batch=batch), kind, Ranks()) == steps
 
 
 def test_trainings_alternate_up_to_the_limit(tmp_path: Path) -> None:

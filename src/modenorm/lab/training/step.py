@@ -26,6 +26,9 @@ SHORT_CHUNK = 16
 """The same where steps are long: on images of files, or with other ranks that may want to stop."""
 SAMPLES = 1 << 15
 """Prepared at once on a GPU, if that is more steps: those of small batches are short."""
+LONG_CHUNK = 1024
+"""But not more: with a thousand launches queued on one stream the host has to wait for it, and all
+other trainings wait for the host."""
 WARM_UP_STEPS = 2
 TOGETHER = 4
 """Short steps that are captured as one graph, as the host needs time for each."""
@@ -195,7 +198,8 @@ def chunk_of(config: TrainConfig, kind: str, ranks: Ranks) -> int:
     """Steps to prepare at once, on a kind of device."""
     if ranks.size > 1 or config.stream:
         return SHORT_CHUNK
-    return max(CHUNK[kind], SAMPLES // config.batch if kind == "cuda" else 0)
+    longer = SAMPLES // config.batch if kind == "cuda" else 0
+    return min(max(CHUNK[kind], longer), LONG_CHUNK)
 
 
 def compiles_on(device: torch.device) -> bool:
