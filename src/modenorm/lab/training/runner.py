@@ -187,7 +187,7 @@ def _alternate(
                     yield _outcome(training, end)
                 except Exception:  # such as a broken checkpoint, or a full disk
                     del active[training]
-                    _save_if_possible(active)
+                    _save_all(active, Exception)
                     raise
             if interrupted.is_set():
                 _save_all(active)
@@ -209,16 +209,10 @@ def _outcome(training: Training, end: StopIteration | Diverged) -> Outcome:
     return Outcome(run, failure=str(end))
 
 
-def _save_all(trainings: Iterable[Training]) -> None:
+def _save_all(trainings: Iterable[Training], passed_over: type[Exception] = Diverged) -> None:
+    """Let trainings keep what they have done, but for those that can't."""
     for training in trainings:
-        with contextlib.suppress(Diverged):
-            training.save()
-
-
-def _save_if_possible(trainings: Iterable[Training]) -> None:
-    """Let trainings that end with another one keep what they have done."""
-    for training in trainings:
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(passed_over):
             training.save()
 
 
