@@ -24,7 +24,14 @@ from modenorm.kernels.gpu_inference import inference_launch  # noqa: E402
 from modenorm.kernels.gpu_mixing import Mixing  # noqa: E402
 from modenorm.kernels.gpu_several import launch_for  # noqa: E402
 from modenorm.kernels.tiles import inference_tile, lines_for  # noqa: E402
-from modenorm.lab.layers import avg_pool, max_pool, narrow_launches, small_conv, stem_conv  # noqa: E402
+from modenorm.lab.layers import (  # noqa: E402
+    avg_pool,
+    batch_norm,
+    max_pool,
+    narrow_launches,
+    small_conv,
+    stem_conv,
+)
 
 STREAMED = ("x_ptr", "y_ptr", "dy_ptr", "dx_ptr")
 OTHER_TYPES = {"tracked_ptr": "i64", "random_ptr": "i64", "place_ptr": "u8"}
@@ -214,6 +221,22 @@ def test_switches_compile(layers, modes, monkeypatch):
     ):
         launch = launch_for.__wrapped__(kernel, sizes, constants, 0, True)
         assert "griddepcontrol.wait" in compile_for(launch, 90).asm["ptx"]
+
+
+@pytest.mark.parametrize("relu", [False, True], ids=["plain", "relu"])
+@pytest.mark.parametrize(("capability", "samples"), [(90, 128), (90, 256), (80, 128)])
+def test_batch_norms_compile(capability, samples, relu, monkeypatch, tmp_path):
+    """Between the passes; nothing is spilled."""
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    monkeypatch.setattr(launches, "can_overlap", lambda: capability >= 90)
+    geometry = Geometry(samples, 192, 64, True, torch.bfloat16)
+    plan = batch_norm.Plan(geometry, 1e-5, 0.1, relu, True)
+    for launch in (plan.statistics, plan.gradients):
+        done = compile_for(launch, capability)
+        ptx, name = done.asm["ptx"], launch.kernel.__name__
+        assert ("griddepcontrol.wait" in ptx) == (capability >= 90), name
+        assert not takes_product_from_itself(ptx), name
+        assert resources(done, tmp_path)["STACK"] == 0, name
 
 
 NARROW = [(1, 16, 16, 32), (1, 32, 32, 16), (1, 64, 64, 8)]

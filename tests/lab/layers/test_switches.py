@@ -6,7 +6,9 @@ import sys
 
 import pytest
 
-NAMES = ("narrow_conv", "max_pool", "small_conv", "stem_conv", "padded_conv", "avg_pool")
+NAMES = (
+    "narrow_conv", "max_pool", "small_conv", "stem_conv", "padded_conv", "avg_pool", "batch_norm",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("bit", [None, 0, 1, 2])

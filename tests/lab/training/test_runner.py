@@ -7,7 +7,9 @@ import pytest
 import torch
 from fake_data import fake_config, fake_data
 from test_resume import same_end
+from torch import nn
 
+from modenorm.lab.layers.batch_norm import StreamedBatchNorm2d
 from modenorm.lab.training import (
     Checkpoint,
     CheckpointError,
@@ -24,6 +26,7 @@ from modenorm.lab.training import (
     train_many,
     trainer,
 )
+from modenorm.lab.training import step as step_module
 from modenorm.lab.training.ranks import Ranks
 from modenorm.lab.training.sources import SharedData
 from modenorm.lab.training.step import Step, chunk_of
@@ -56,6 +59,18 @@ def test_compiled_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert results[0]["final_error"] == results[1]["final_error"]
     losses = [Run.of(c, tmp_path).metrics()[-1]["train_loss"] for c in (config, compiled)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+@pytest.mark.parametrize(("compile", "on_gpu"), [(True, True), (True, False), (False, True)])
+def test_batch_norms_of_compiled_trainings(
+    compile: bool, on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_module, "compiles_on", lambda device: on_gpu)
+    config, device = fake_config(norm="bn", compile=compile), torch.device("cpu")
+    data = SharedData(device, None, fake_data()).get(config)
+    model = Step.of(config, data, 9, 3, device, Ranks()).model
+    norms = {type(part) for part in model.modules() if isinstance(part, nn.BatchNorm2d)}
+    assert norms == {StreamedBatchNorm2d if compile and on_gpu else nn.BatchNorm2d}
 
 
 @pytest.mark.parametrize("crop", ["padded", "resized"])

@@ -4,6 +4,7 @@ from collections import OrderedDict
 
 from torch import Tensor, nn
 
+from modenorm.lab.layers.batch_norm import StreamedBatchNorm2d
 from modenorm.lab.layers.narrow_conv import NarrowConv2d, fits
 from modenorm.lab.layers.padded_conv import PaddedConv2d
 from modenorm.lab.layers.stem_conv import StemConv2d
@@ -31,8 +32,9 @@ class ConvNormReLU(nn.Sequential):
 
 
 def norm_relu(norm: nn.Module, x: Tensor) -> Tensor:
-    """Normalise x and cut it off at zero; a mode norm does both at once."""
-    y: Tensor = norm(x, relu=True) if isinstance(norm, ModeNorm) else norm(x).relu()
+    """Normalise x and cut it off at zero; some norms do both at once."""
+    at_once = isinstance(norm, (ModeNorm, StreamedBatchNorm2d))
+    y: Tensor = norm(x, relu=True) if at_once else norm(x).relu()
     return y
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from modenorm.lab.data.loader import Batches, Loader, derive_seed
+from modenorm.lab.layers.batch_norm import stream_batch_norms
 from modenorm.lab.models import check_size
 from modenorm.lab.training.checkpoint import build_model
 from modenorm.lab.training.config import TrainConfig
@@ -107,6 +108,8 @@ class Step:
         model.to(device)
         if config.channels_last:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        if config.compile and compiles_on(device):
+            stream_batch_norms(model)
         return cls(
             model,
             batches_for(config, data, total, capacity, ranks.share(config.batch)),
