@@ -81,6 +81,14 @@ def test_lbfgs_is_refused_after_a_step():
     train(model, fresh, x)
 
 
+def test_the_optimizer_of_another_model_is_refused():
+    model, x = small_model(), images()
+    another = torch.optim.SGD(small_model().parameters(), 0.1)
+    assert_refused(model, "no parameter of this model", x, optimizer=another)
+    of_a_part = torch.optim.SGD([next(model.parameters())], 0.1)
+    prune_modes(model, [x], tolerance=0.5, optimizer=of_a_part)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_outputs_that_are_not_finite(value):
     model, x = small_model(), images()

@@ -89,7 +89,7 @@ def prune_modes(
     if batchnorm:
         check_model(model)
     layers = mode_layers(model)
-    _check_prunable(layers, optimizer)
+    _check_prunable(model, layers, optimizer)
     inputs = [parts_of(batch)[0] for batch in batches]
     if sum(map(len, inputs)) == 0:
         raise ValueError("prune_modes got no samples; give it at least one batch of model inputs")
@@ -140,11 +140,19 @@ def _prune(
     return Pruning(about, found[limit], tolerance, sum(map(len, inputs)))
 
 
-def _check_prunable(layers: Mapping[str, Layer], optimizer: Optimizer | None) -> None:
+def _check_prunable(
+    model: nn.Module, layers: Mapping[str, Layer], optimizer: Optimizer | None
+) -> None:
     if not layers:
         raise ValueError("prune_modes found no mode norm or mode group norm in the model")
     if optimizer is not None:
         check_optimizer(optimizer)
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if held.isdisjoint(map(id, model.parameters())):
+            raise ValueError(
+                "the optimizer has no parameter of this model; give the one that trains it, or "
+                "leave optimizer= out"
+            )
     gates = {name: getattr(layer, "gate", None) for name, layer in layers.items()}
     switched = [name for name, gate in gates.items() if has_switches(gate)]
     if switched:

@@ -138,7 +138,7 @@ def test_no_processes_without_need(files, monkeypatch, cores, least):
     assert decoding.decode_files(files, None).shape == (COUNT, 3, 12, 16)
 
 
-@pytest.mark.parametrize("suffix", ["png", "pgm"])
+@pytest.mark.parametrize("suffix", ["png", "pgm", "tif"])
 @pytest.mark.parametrize("size", [None, 256])
 def test_grey_of_16_bits(tmp_path, suffix, size):
     """All values; Pillow alone takes those above 255 for white."""

@@ -57,7 +57,7 @@ def test_the_name_of_a_folder(folder, monkeypatch):
 
 def test_new_image_is_noticed(folder):
     load(folder)
-    write_image(folder / "train" / "ant" / "4.png")
+    write_image(folder / "train" / "ant" / "4.tif")
     assert len(load(folder).train) == 4
 
 
