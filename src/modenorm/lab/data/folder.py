@@ -18,9 +18,7 @@ from modenorm.lab.data.checks import Split, Splits
 from modenorm.lab.data.decoding import decode_files
 from modenorm.lab.data.sets import DataError
 
-SUFFIXES = frozenset(
-    {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff"}
-)
+SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff"})
 TEST_FOLDERS = ("val", "validation", "test")
 ANNOTATIONS = "val_annotations.txt"
 PREFIX = "folder:"
