@@ -92,9 +92,15 @@ def test_train_command(tmp_path, monkeypatch):
     assert f"| MN K=2 | {rows[1]['step_us']:.0f} |" in table
 
 
-def test_step_command(tmp_path):
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [((), "N=128: {:,.0f} µs a step alone"),
+     (("--batch", "8", "--parallel", "3"), "N=8: {:,.0f} µs a step with 3 side by side")],
+    ids=["alone", "beside"],
+)  # fmt: skip
+def test_step_command(tmp_path, given, said):
     output = tmp_path / "step.jsonl"
-    arguments = ["bench", "step", "--model", "lenet", "--steps", "2", "--most", "3"]
+    arguments = ["bench", "step", "--model", "lenet", "--steps", "2", "--most", "3", *given]
     result = CliRunner().invoke(app, [*arguments, "--device", "cpu", "-o", str(output)])
     assert result.exit_code == 0, result.output
     rows = [json.loads(line) for line in output.read_text().splitlines()]
@@ -103,7 +109,7 @@ def test_step_command(tmp_path):
         times = [row["kernel_us"] for row in found]
         assert times == sorted(times, reverse=True)
         assert 0 < times[0] < sum(times) < 2 * found[0]["step_us"]
-        assert f"lenet {norm}: {found[0]['step_us']:,.0f} µs a step alone" in result.output
+        assert f"lenet {norm}, {said.format(found[0]['step_us'])}" in result.output
     counts = {row["kernel"]: row["launches"] for row in rows if row["norm"] == "bn"}
     assert counts["aten::native_batch_norm"] == 2
     assert rows[0].keys() >= {"device", "torch", "commit", "date"}

@@ -190,7 +190,9 @@ def train_command(
 def step_command(
     models: list[str] = typer.Option(["resnet20"], "--model", help=f"Of {', '.join(CASES)}."),
     norms: list[str] = typer.Option(["bn", "mn2"], "--norm", help="Norms and K."),
-    steps: int = typer.Option(10, min=1, help="Steps to look at."),
+    batch: int | None = typer.Option(None, min=1, help="Samples in a batch, if not the recipe's."),
+    parallel: int = typer.Option(1, min=1, help="Trainings side by side."),
+    steps: int = typer.Option(10, min=1, help="Steps of every training to look at."),
     most: int = typer.Option(20, min=1, help="Kernels to show."),
     device: str | None = typer.Option(None, help="cuda or cpu; the GPU if there is one."),
     output: Path | None = typer.Option(None, "--output", "-o", help="JSON lines to write."),
@@ -201,13 +203,17 @@ def step_command(
     _report_conditions(console, target.type)
     rows: list[dict[str, Any]] = []
     for model, norm in itertools.product(models, norms):
-        measured = measure_step(CASES[model], norm, steps=steps, device=target)
+        case = CASES[model]
+        if batch is not None:
+            case = dataclasses.replace(case, settings=case.settings | {"batch": batch})
+        measured = measure_step(case, norm, steps=steps, parallel=parallel, device=target)
         found = list(_with_provenance(measured, target.type))
         launches = sum(row["launches"] for row in found)
-        title = (
-            f"{model} {norm}: {found[0]['step_us']:,.0f} µs a step alone, {launches:.0f} launches"
-        )
-        table = make_table("µs", "launches", "kernel", right=("µs", "launches"), title=title)
+        where = "alone" if parallel == 1 else f"with {parallel} side by side"
+        title = f"{model} {norm}, N={found[0]['batch']}: {found[0]['step_us']:,.0f} µs a step "
+        title += f"{where}, {launches:.0f} launches"
+        console.print(title)
+        table = make_table("µs", "launches", "kernel", right=("µs", "launches"))
         for row in found[:most]:
             table.add_row(f"{row['kernel_us']:.1f}", f"{row['launches']:g}", row["kernel"])
         console.print(table)
