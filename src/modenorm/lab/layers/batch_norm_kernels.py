@@ -62,20 +62,25 @@ def batch_statistics_kernel(
     tl.store(scale_ptr + channels, scale, mask=mask_c)
     tl.store(inverse_ptr + channels, inverse, mask=mask_c)
     shift = tl.load(bias_ptr + channels, mask=mask_c, other=0.0)
-    tile: tl.constexpr = (BLOCK_N, BLOCK_C)
     for start in range(0, num_samples, BLOCK_N):
         offs = (start + samples)[:, None] * num_channels + channels[None, :]
         mask = (start + samples < num_samples)[:, None] & mask_c[None, :]
-        tl.store(centres_ptr + offs, tl.broadcast_to(mean[None, :], tile), mask=mask)
+        tl.store(centres_ptr + offs, _rows(mean, BLOCK_N), mask=mask)
         if CUT:
-            tl.store(scales_ptr + offs, tl.broadcast_to(scale[None, :], tile), mask=mask)
-            tl.store(shifts_ptr + offs, tl.broadcast_to(shift[None, :], tile), mask=mask)
+            tl.store(scales_ptr + offs, _rows(scale, BLOCK_N), mask=mask)
+            tl.store(shifts_ptr + offs, _rows(shift, BLOCK_N), mask=mask)
     old = tl.load(running_mean_ptr + channels, mask=mask_c, other=0.0)
     tl.store(running_mean_ptr + channels, old + momentum * (mean - old), mask=mask_c)
     old = tl.load(running_var_ptr + channels, mask=mask_c, other=0.0)
     tl.store(running_var_ptr + channels, old + momentum * (var * unbiased - old), mask=mask_c)
     if tl.program_id(0) == 0:
         tl.store(tracked_ptr, tl.load(tracked_ptr) + 1)
+
+
+@triton.jit
+def _rows(values, COUNT: tl.constexpr):
+    """The same values in every row of a tile."""
+    return tl.broadcast_to(values[None, :], (COUNT, values.shape[0]))
 
 
 @triton.jit
