@@ -15,7 +15,7 @@ __all__ = ["Queue", "side_by_side"]
 SIDE_BY_SIDE = {
     **dict.fromkeys(("lenet", "lenet1989"), 30),
     **dict.fromkeys(("resnet20", "resnet56", "resnet110"), 16),
-    "resnet18": 6,  # all that Table 4 has: four and then two take longer
+    "resnet18": 6,  # all that Table 4 has, since two that are left over don't fill a GPU
 }
 """Trainings that fill a GPU, of networks whose steps are small, or few."""
 LARGE_SIDE_BY_SIDE = 4
