@@ -75,7 +75,7 @@ def test_types(device, served, dtype, relu):
 
 def test_large_mean(device, served):
     """Variances are sums around a mean, whose own rounding is all that costs digits."""
-    check((6, 8, 5, 4), device, torch.float32, True, False, mean=100.0, tolerance=1e-5)
+    check((6, 8, 5, 4), device, torch.float32, True, False, mean=100.0, tolerance=3e-5)
 
 
 def test_not_a_number(device, served):
@@ -116,23 +116,29 @@ def test_traced_network(device, counted):
             found.append([y, *gradients, *owner.buffers(), function(x)])
     assert len(plans) == 2  # one each way
     for value, wanted in zip(*found, strict=True):
-        torch.testing.assert_close(value, wanted, rtol=2e-2, atol=2e-2)
+        assert_close(value, wanted, 2e-2, "traced")
 
 
-def test_networks_have_them(device, counted, monkeypatch):
-    """All but the shortcuts' and those before them take a ReLU along; switched off, none serves."""
+def test_networks_have_them(device, monkeypatch):
+    """All but those before a shortcut's sum take a ReLU along; switched off, none serves."""
     torch.manual_seed(0)
     model = create_model("resnet20", num_classes=3, norm="bn").to(device)
     stream_batch_norms(model)
     model.to(memory_format=torch.channels_last)
     x = torch.randn(2, 3, 8, 8, device=device).contiguous(memory_format=torch.channels_last)
-    calls, found = counted(module, "_plan_for"), []
+    traced, found = [], []
+
+    def backend(graph, inputs):
+        traced.append(
+            [node.args[-1] for node in graph.graph.nodes if node.target is batch_statistics]
+        )
+        return graph.forward
+
     for enabled in (True, False):
         monkeypatch.setattr(module, "ENABLED", enabled)
         torch.compiler.reset()
-        y = torch.compile(copy.deepcopy(model), backend="aot_eager")(x)
-        found.append(y)
-        assert [relu for *_, relu in calls] == [True, *[True, False] * 9]
+        found.append(torch.compile(copy.deepcopy(model), fullgraph=True, backend=backend)(x))
+    assert traced == [[True, *[True, False] * 9], []]
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
