@@ -143,6 +143,15 @@ def test_alone_and_beside_others_is_the_same(tmp_path: Path) -> None:
     same_end(Run.of(configs[2], tmp_path / "beside"), Run.of(configs[2], tmp_path / "alone"))
 
 
+def test_compiled_beside_others_is_the_same(tmp_path: Path) -> None:
+    """Those that train queue far ahead of another kind, whose network is traced meanwhile."""
+    settings = {"compile": True, "channels_last": True, "total": 600, "eval_every": 250}
+    configs = [fake_config(norm=norm, **settings) for norm in ("bn", "mn")]
+    train_many(configs, tmp_path / "beside", data=fake_data(), device="cuda", parallel=2)
+    train(configs[0], tmp_path / "alone", data=fake_data(), device="cuda")
+    same_end(Run.of(configs[0], tmp_path / "beside"), Run.of(configs[0], tmp_path / "alone"))
+
+
 def test_streamed_images_on_the_device(tmp_path: Path) -> None:
     from PIL import Image
 

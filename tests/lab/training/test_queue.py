@@ -84,3 +84,11 @@ def test_nothing_is_waited_for_in_vain(tmp_path: Path, compiles: bool) -> None:
 def test_order_is_kept_where_nothing_is_compiled(tmp_path: Path) -> None:
     wanted = [*runs(tmp_path, SMALL, 1), *runs(tmp_path, LENET, 1), *runs(tmp_path, LARGE, 1)]
     assert Queue(wanted, 1, compiles=False).waiting == wanted
+
+
+def test_the_first_of_its_kind_takes_long_to_start(tmp_path: Path) -> None:
+    other = dataclasses.replace(SMALL, norm="bn")
+    wanted = [*runs(tmp_path, LENET, 2), *runs(tmp_path, SMALL, 2), *runs(tmp_path, other, 2)]
+    queue = Queue(wanted, None, compiles=True)
+    assert [queue.takes_long(run) for run in wanted] == [False, False, True, False, True, False]
+    assert not any(map(Queue(wanted, None, compiles=False).takes_long, wanted))

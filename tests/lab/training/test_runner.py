@@ -159,6 +159,26 @@ def test_others_have_their_turns_before_another_starts(
     assert steps == [[], [5], [8, 5]]  # for the third there is no room before
 
 
+def test_others_queue_far_ahead_of_one_that_takes_long_to_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, int, bool]] = []
+
+    class Watched(Training):
+        def queue_far_ahead(self, far: bool) -> None:
+            seen.append((self.run.config.norm, self.position.step, far))
+
+    monkeypatch.setattr(runner, "Training", Watched)
+    monkeypatch.setattr(runner, "compiles_on", lambda device: True)
+    monkeypatch.setattr(runner, "ROUNDS_FAR_AHEAD", 5)
+    config = fake_config(norm="bn", total=12, milestones=(), compile=True)
+    another = dataclasses.replace(config, seed=1)
+    configs = [config, another, dataclasses.replace(config, norm="mn")]
+    train_many(configs, tmp_path, data=fake_data(), parallel=3)
+    begin = [("bn", 0, True)] * 2
+    assert seen == [*begin, *(("bn", 5, False) for _ in begin)]
+
+
 def test_others_lose_nothing_when_one_can_not_go_on(tmp_path: Path) -> None:
     whole, broken = (fake_config(norm="bn", total=32, seed=seed) for seed in range(2))
     runs = [Run.of(config, tmp_path) for config in (whole, broken)]

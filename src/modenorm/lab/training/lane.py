@@ -67,9 +67,11 @@ class Inbox:
 
     Args:
         lane: The sender.
+        room: Parcels that may be on their way while more work is queued; may be changed.
     """
 
-    def __init__(self, lane: Lane) -> None:
+    def __init__(self, lane: Lane, room: int) -> None:
+        self.room = room
         self._lane = lane
         self._expected: deque[tuple[Parcel, Callable[[list[Tensor]], None]]] = deque()
 
@@ -77,12 +79,13 @@ class Inbox:
         """Send tensors to the host, to be opened after all that was sent before them."""
         self._expected.append((self._lane.send(tensors), open))
 
-    def opened(self, left: int = 0) -> Turns:
-        """Open parcels as they arrive, giving up turns until no more than some are left."""
-        while len(self._expected) > left:
-            while not self._expected[0][0].has_arrived():
+    def opened(self, *, to_the_last: bool = False) -> Turns:
+        """Open parcels as they arrive, giving up turns until there is room for more."""
+        while len(self._expected) > (0 if to_the_last else self.room):
+            if self._expected[0][0].has_arrived():
+                self._open_first()
+            else:
                 yield False
-            self._open_first()
 
     def open_all(self) -> None:
         """Wait for the lane and open what it sent."""

@@ -4,6 +4,7 @@ A training that starts or ends keeps the thread that feeds the GPU from all othe
 built, captured or written. Networks whose steps are long have enough queued to bridge that.
 """
 
+import dataclasses
 from collections import deque
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
@@ -44,6 +45,8 @@ class Queue:
         self._compiled = deque(large_first)
         self._compiled_wait = bool(self._plain)
         self._started = 0
+        of_kinds = {dataclasses.replace(r.config, seed=0).run_id: r for r in reversed(large_first)}
+        self._firsts = {run.path for run in of_kinds.values()}
 
     @property
     def waiting(self) -> list[Run]:
@@ -65,6 +68,13 @@ class Queue:
                 self._started += 1
                 return waiting.popleft()
         return None
+
+    def takes_long(self, run: Run) -> bool:
+        """Whether the host is busy for seconds when it starts, even if all kernels are on disk.
+
+        It is the first of those that differ by their seeds alone, and its network is traced.
+        """
+        return run.path in self._firsts
 
     def _room_for_plain(self, active: Sequence[Run]) -> Fraction:
         if self._compiled_wait or not self._compiled or not self._plain:

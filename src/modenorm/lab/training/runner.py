@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -33,6 +33,8 @@ from modenorm.lab.training.trainer import Diverged, Listener, Training
 IDLE_SECONDS = 50e-6
 ROUNDS_BETWEEN_STARTS = {"cuda": 64, "cpu": 0}
 """Turns that all trainings have before another one starts."""
+ROUNDS_FAR_AHEAD = 640
+"""The same before one that takes long to start, at most: enough for all that streams can take."""
 
 
 @dataclass(frozen=True)
@@ -166,29 +168,22 @@ def _alternate(
 ) -> Iterator[Outcome]:
     """Give every training its turn until all have ended.
 
-    Between two starts all have some rounds of turns, unless they have enough queued before.
+    Between two starts all have some rounds of turns, unless they have enough queued before. Before
+    one that keeps the host from them for long, all queue as much as they can.
     """
     active: dict[Training, Turns] = {}
     rounds = 0
     try:
         while True:
             while not rounds and (run := queue.take(training.run for training in active)):
+                if queue.takes_long(run):
+                    yield from _queue_far_ahead(active)
                 training = start(run)
                 active[training] = training.turns()
                 rounds = rounds_between
             if not active:
                 return
-            busy = False
-            for training, turns in list(active.items()):
-                try:
-                    busy |= next(turns)
-                except (StopIteration, Diverged) as end:
-                    del active[training]
-                    yield _outcome(training, end)
-                except Exception:  # such as a broken checkpoint, or a full disk
-                    del active[training]
-                    _save_all(active, Exception)
-                    raise
+            busy = yield from _round(active)
             if interrupted.is_set():
                 _save_all(active)
                 raise KeyboardInterrupt
@@ -198,6 +193,33 @@ def _alternate(
     finally:
         for turns in active.values():
             turns.close()
+
+
+def _round(active: dict[Training, Turns]) -> Generator[Outcome, None, bool]:
+    """Give every training its turn; whether there was something to queue."""
+    busy = False
+    for training, turns in list(active.items()):
+        try:
+            busy |= next(turns)
+        except (StopIteration, Diverged) as end:
+            del active[training]
+            yield _outcome(training, end)
+        except Exception:  # such as a broken checkpoint, or a full disk
+            del active[training]
+            _save_all(active, Exception)
+            raise
+    return busy
+
+
+def _queue_far_ahead(active: dict[Training, Turns]) -> Iterator[Outcome]:
+    """Let all queue as much as they can."""
+    for training in active:
+        training.queue_far_ahead(True)
+    for _ in range(ROUNDS_FAR_AHEAD):
+        if not (yield from _round(active)):
+            break
+    for training in active:
+        training.queue_far_ahead(False)
 
 
 def _outcome(training: Training, end: StopIteration | Diverged) -> Outcome:

@@ -28,11 +28,15 @@ SHORT_CHUNK = 16
 SAMPLES = 1 << 15
 """Prepared at once on a GPU, if that is more steps: those of small batches are short."""
 LONG_CHUNK = 1024
-"""But not more: with a thousand launches queued on one stream the host has to wait for it, and all
-other trainings wait for the host."""
+"""But not more: two or three chunks are queued on a stream at a time."""
 WARM_UP_STEPS = 2
 TOGETHER = 4
 """Short steps that are captured as one graph, as the host needs time for each."""
+LONG_TOGETHER = 16
+"""The same of compiled networks, so that a stream takes seconds of work while the host is busy."""
+LAUNCHES = 900
+"""Most that are queued on one stream: with a thousand the host has to wait for it, and all other
+trainings wait for the host."""
 COMPILED_FORMS = 256
 """Most models that may be compiled in one process."""
 CACHE_SETTING = "autograd_cache_allow_custom_autograd_functions"
@@ -240,7 +244,8 @@ def capture(
     lane.synchronize()
     for generator, state in zip(generators, saved_states, strict=True):
         generator.set_state(state)
-    graphs = {count: _graph(step, count, generators, lane) for count in {together, 1}}
+    pool = torch.cuda.graph_pool_handle()  # one for both: nothing in it outlives a replay
+    graphs = {count: _graph(step, count, generators, lane, pool) for count in {together, 1}}
 
     def advance(most: int) -> int:
         count = together if most >= together else 1
@@ -251,19 +256,19 @@ def capture(
 
 
 def _graph(
-    step: Step, count: int, generators: Sequence[torch.Generator], lane: Lane
+    step: Step, count: int, generators: Sequence[torch.Generator], lane: Lane, pool: Any
 ) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     for generator in generators:
         graph.register_generator_state(generator)
-    with capturing(graph, lane):
+    with capturing(graph, lane, pool):
         for _ in range(count):
             step()
     return graph
 
 
 @contextlib.contextmanager
-def capturing(graph: torch.cuda.CUDAGraph, lane: Lane) -> Iterator[None]:
+def capturing(graph: torch.cuda.CUDAGraph, lane: Lane, pool: Any = None) -> Iterator[None]:
     """Capture what follows, on a lane, while the device works on for others.
 
     torch.cuda.graph would wait for the whole device. Garbage stays until the capture has ended,
@@ -273,7 +278,7 @@ def capturing(graph: torch.cuda.CUDAGraph, lane: Lane) -> Iterator[None]:
     gc.disable()
     try:
         with lane.enter():
-            graph.capture_begin(capture_error_mode="thread_local")
+            graph.capture_begin(pool, capture_error_mode="thread_local")
             try:
                 yield
             finally:

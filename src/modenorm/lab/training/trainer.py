@@ -33,12 +33,23 @@ from modenorm.lab.training.ranks import Ranks
 from modenorm.lab.training.runs import Run
 from modenorm.lab.training.schedule import Schedule
 from modenorm.lab.training.sources import TrainingData
-from modenorm.lab.training.step import TOGETHER, Advance, Step, capture, chunk_of, compiles_on
+from modenorm.lab.training.step import (
+    LAUNCHES,
+    LONG_TOGETHER,
+    TOGETHER,
+    Advance,
+    Step,
+    capture,
+    chunk_of,
+    compiles_on,
+)
 
 TURN = {"cuda": 16, "cpu": 1}
 """Steps queued before others have their turn."""
 AHEAD = {"cuda": 2, "cpu": 0}
 """Things sent to the host that may be on their way while more steps are queued."""
+LAUNCHES_AROUND = 8
+"""Those of a chunk that are no steps: its batches, its loss, an evaluation."""
 SAVING_SHARE = 0.002
 """Of the time: checkpoints at evaluations may take as much, also those of others beside it."""
 
@@ -94,8 +105,10 @@ class Training:
         self.train_loss = math.nan
         self._checkpoint_every, self._listener = checkpoint_every, listener
         self._chunk, self._turn = chunk_of(config, kind, ranks), TURN[kind]
-        self._ahead = AHEAD[kind] if ranks.size == 1 else 0
-        self._inbox = Inbox(lane)
+        self._compiled = config.compile and compiles_on(lane.device)
+        self._together = 1 if config.stream else LONG_TOGETHER if self._compiled else TOGETHER
+        self._room = AHEAD[kind] if ranks.size == 1 else 0
+        self._inbox = Inbox(lane, self._room)
         self._save_seconds = 0.0  # what the last checkpoint took
         self._evaluated = 0  # the step of the last evaluation
         self._sent = self._saved = (-1, 0)  # step and last evaluation of a checkpoint
@@ -103,7 +116,6 @@ class Training:
         self._step = Step.of(config, data, self.schedule.total, self._chunk, lane.device, ranks)
         self.model, self._dtype = self._step.model, self._step.dtype
         given = (data.test, data.about.domain_names, self._dtype, lane, ranks)
-        self._compiled = config.compile and compiles_on(lane.device)
         self._evaluation = Evaluation(
             self.model, *given, distinct=bool(config.sparsity), compile=self._compiled
         )
@@ -137,11 +149,11 @@ class Training:
                 evaluated = self._evaluation_due()
                 if evaluated:
                     self._evaluate()
-                yield from self._inbox.opened(left=self._ahead)
+                yield from self._inbox.opened()
                 ended = self.position.step == self.schedule.total
                 if ended or self._checkpoint_due(evaluated):
                     self._send_checkpoint()
-                yield from self._inbox.opened(left=0 if ended else self._ahead)
+                yield from self._inbox.opened(to_the_last=ended)
                 if ended:
                     break
                 yield from self._train(advance)
@@ -149,6 +161,11 @@ class Training:
                 smaller = (yield from self._prune()) if self.run.config.sparsity else {}
                 self.run.set_metrics(self.position.metrics)
                 self.run.finish(self._result() | smaller)
+
+    def queue_far_ahead(self, far: bool) -> None:
+        """Let the next turns queue as much as a stream takes, or no more than usual."""
+        most = LAUNCHES // (self._chunk // self._together + LAUNCHES_AROUND)
+        self._inbox.room = max(most, self._room) if far and self._room else self._room
 
     def _checkpoint_due(self, evaluated: bool) -> bool:
         """Whether time has come, or an evaluation was made and writing is cheap beside the rest.
@@ -256,11 +273,11 @@ class Training:
             self._step.forward = self.ranks.parallel(self.model)
         if self._compiled:
             self._step.compile()
+            self._evaluation.queue()  # so that it is traced now, not in the midst of others
         if self.lane.stream is None or self.ranks.size > 1:
             return self._step.take_one
         self._load_chunk()
-        together = 1 if self._compiled or self.run.config.stream else TOGETHER
-        return capture(self._step, generators(self.model), self.lane, together)
+        return capture(self._step, generators(self.model), self.lane, self._together)
 
     def _train(self, advance: Advance) -> Turns:
         """Train until the chunk ends or something else is due, and ask for the loss."""
