@@ -145,3 +145,10 @@ def test_trainings_do_not_mind_processes_that_fail(many_cores, tmp_path: Path, m
     wanted = configs("bn", "mn", seeds=1, total=2, eval_every=2, milestones=())
     found = train_many(wanted, tmp_path, data=fake_data(), device="cpu")
     assert all(outcome.result for outcome in found)
+
+
+def test_nothing_is_compiled_beside_what_is_measured(many_cores, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(ahead, "_start", None)  # can't be called
+    wanted = configs("bn", "mn", seeds=1, total=2, eval_every=2, milestones=())
+    found = train_many(wanted, tmp_path, data=fake_data(), device="cpu", start_together=True)
+    assert all(outcome.result for outcome in found)

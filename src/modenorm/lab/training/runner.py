@@ -96,7 +96,8 @@ def train_many(
         listener: Called with a training after every chunk of its steps.
         tensorboard: Also write TensorBoard events into the runs' folders.
         workers: Processes of each rank that decode streamed images; None for as many as cores.
-        start_together: Start what may go on side by side before any of it goes on.
+        start_together: Start what may go on side by side before any of it goes on, and let no
+            process compile for it meanwhile, so that its time can be measured.
 
     Returns:
         The outcomes, in the order of `configs`, without repetitions.
@@ -111,7 +112,7 @@ def train_many(
             SharedData(target, data_dir, data, workers, ranks),
             target,
             parallel,
-            0 if start_together else ROUNDS_BETWEEN_STARTS[target.type],
+            start_together,
             checkpoint_every=checkpoint_every,
             listener=listener if ranks.leads else None,
             tensorboard=tensorboard,
@@ -125,7 +126,7 @@ def _train_many(
     shared: SharedData,
     target: torch.device,
     parallel: int | None,
-    rounds_between: int,
+    start_together: bool,
     ranks: Ranks,
     **options: Any,
 ) -> list[Outcome]:
@@ -144,7 +145,8 @@ def _train_many(
         parallel = 1
     rest = [run for path, run in runs.items() if path not in outcomes]
     queue = Queue(rest, parallel, alone and compiles_on(target))
-    later = [run.config for run in queue.waiting] if alone else ()
+    rounds_between = 0 if start_together else ROUNDS_BETWEEN_STARTS[target.type]
+    later = [run.config for run in queue.waiting] if alone and not start_together else ()
     ahead = compiling_ahead(later, shared, target)
     with _noticing_interrupts() as interrupted, ahead:
 

@@ -273,11 +273,13 @@ class Training:
             self._step.forward = self.ranks.parallel(self.model)
         if self._compiled:
             self._step.compile()
-            self._evaluation.queue()  # so that it is traced now, not in the midst of others
         if self.lane.stream is None or self.ranks.size > 1:
             return self._step.take_one
         self._load_chunk()
-        return capture(self._step, generators(self.model), self.lane, self._together)
+        advance = capture(self._step, generators(self.model), self.lane, self._together)
+        if self._compiled:
+            self._evaluation.queue()  # so that it is traced now, not in the midst of others
+        return advance
 
     def _train(self, advance: Advance) -> Turns:
         """Train until the chunk ends or something else is due, and ask for the loss."""
