@@ -170,13 +170,13 @@ def test_others_queue_far_ahead_of_one_that_takes_long_to_start(
 
     monkeypatch.setattr(runner, "Training", Watched)
     monkeypatch.setattr(runner, "compiles_on", lambda device: True)
-    monkeypatch.setattr(runner, "ROUNDS_FAR_AHEAD", 5)
+    monkeypatch.setattr(runner, "FAR_AHEAD_SECONDS", 0.0)
     config = fake_config(norm="bn", total=12, milestones=(), compile=True)
     another = dataclasses.replace(config, seed=1)
     configs = [config, another, dataclasses.replace(config, norm="mn")]
     train_many(configs, tmp_path, data=fake_data(), parallel=3)
     begin = [("bn", 0, True)] * 2
-    assert seen == [*begin, *(("bn", 5, False) for _ in begin)]
+    assert seen == [*begin, *(("bn", 1, False) for _ in begin)]
 
 
 def test_others_lose_nothing_when_one_can_not_go_on(tmp_path: Path) -> None:

@@ -33,8 +33,8 @@ from modenorm.lab.training.trainer import Diverged, Listener, Training
 IDLE_SECONDS = 50e-6
 ROUNDS_BETWEEN_STARTS = {"cuda": 64, "cpu": 0}
 """Turns that all trainings have before another one starts."""
-ROUNDS_FAR_AHEAD = 640
-"""The same before one that takes long to start, at most: enough for all that streams can take."""
+FAR_AHEAD_SECONDS = 2.0
+"""Most for queueing what streams can take; if it takes longer the host waits for the device."""
 
 
 @dataclass(frozen=True)
@@ -217,9 +217,9 @@ def _queue_far_ahead(active: dict[Training, Turns]) -> Iterator[Outcome]:
     """Let all queue as much as they can."""
     for training in active:
         training.queue_far_ahead(True)
-    for _ in range(ROUNDS_FAR_AHEAD):
-        if not (yield from _round(active)):
-            break
+    end = time.monotonic() + FAR_AHEAD_SECONDS
+    while (yield from _round(active)) and time.monotonic() < end:
+        pass
     for training in active:
         training.queue_far_ahead(False)
 
