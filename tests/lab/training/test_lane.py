@@ -9,7 +9,7 @@ from fake_data import fake_config, fake_data
 from test_resume import Stop, same_end, stop_after
 from torch import Tensor
 
-from modenorm.lab.training import Checkpoint, Run, Training, train, trainer
+from modenorm.lab.training import Checkpoint, Run, Training, pace, train
 from modenorm.lab.training.lane import Inbox, Lane, Parcel
 from modenorm.lab.training.sources import SharedData
 
@@ -21,7 +21,7 @@ def test_numbers_that_are_looked_at_later_are_the_same(
     """As on a GPU: losses, evaluations and checkpoints are of the time when they were sent."""
     config = fake_config(eval_every=7)
     train(config, tmp_path / "whole", data=fake_data())
-    monkeypatch.setitem(trainer.AHEAD, "cpu", ahead)
+    monkeypatch.setitem(pace.AHEAD, "cpu", ahead)
     for calls in (5, 8):
         with pytest.raises(Stop):
             train(
@@ -70,8 +70,8 @@ def test_room_for_more_parcels_is_seen_at_once() -> None:
 
 def test_a_training_queues_far_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As much as its stream takes, until it is to do as usual."""
-    monkeypatch.setitem(trainer.AHEAD, "cpu", 1)
-    monkeypatch.setattr(trainer, "LAUNCHES", 36)  # three chunks of 16 steps, four at a time
+    monkeypatch.setitem(pace.AHEAD, "cpu", 1)
+    monkeypatch.setattr(pace, "LAUNCHES", 36)  # three chunks of 16 steps, four at a time
     config, lane = fake_config(total=160, eval_every=160), SlowLane()
     data = SharedData(lane.device, None, fake_data()).get(config)
     training = Training(Run.of(config, tmp_path), data, lane)

@@ -24,12 +24,12 @@ from modenorm.lab.training import (
     sweep,
     train,
     train_many,
-    trainer,
 )
 from modenorm.lab.training import step as step_module
+from modenorm.lab.training.pace import Pace
 from modenorm.lab.training.ranks import Ranks
 from modenorm.lab.training.sources import SharedData
-from modenorm.lab.training.step import Step, chunk_of
+from modenorm.lab.training.step import Step
 from small_models import counting_backend
 
 
@@ -52,7 +52,7 @@ def test_compiled_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     """Traced, dropout and all; Inductor itself is left out to save time."""
     traced = functools.partial(torch.compile, backend="eager")
     monkeypatch.setattr(torch, "compile", traced)
-    monkeypatch.setattr(trainer, "compiles_on", lambda device: True)
+    monkeypatch.setattr(step_module, "compiles_on", lambda device: True)
     config = fake_config(total=6, eval_every=6, milestones=(), sparsity=0.1)
     compiled = dataclasses.replace(config, compile=True)
     results = [train(c, tmp_path, data=fake_data()) for c in (config, compiled)]
@@ -97,7 +97,7 @@ def test_compiled_drawing(crop: str, monkeypatch: pytest.MonkeyPatch) -> None:
     [("cpu", 4, 16), ("cuda", 4, 1024), ("cuda", 64, 512), ("cuda", 512, 256)],
 )
 def test_short_steps_are_prepared_many_at_once(kind: str, batch: int, steps: int) -> None:
-    assert chunk_of(fake_config(batch=batch), kind, Ranks()) == steps
+    assert Pace.of(fake_config(batch=batch), kind, Ranks(), compiled=False).chunk == steps
 
 
 def test_trainings_alternate_up_to_the_limit(tmp_path: Path) -> None:

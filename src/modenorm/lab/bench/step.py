@@ -22,7 +22,7 @@ from modenorm.lab.training.config import TrainConfig
 from modenorm.lab.training.lane import Lane
 from modenorm.lab.training.ranks import Ranks
 from modenorm.lab.training.sources import SharedData, TrainingData
-from modenorm.lab.training.step import Advance, Step, capture, compiles_on
+from modenorm.lab.training.step import Advance, Step, capture, is_compiled
 
 __all__ = ["measure_step"]
 
@@ -94,7 +94,7 @@ def _training(
     """Where a training queues its work, and what takes its steps."""
     step, lane = Step.of(config, data, total, total, device, Ranks()), Lane(device)
     lane.join()
-    if config.compile and compiles_on(device):
+    if is_compiled(config, device):
         step.compile()
     with lane.enter():
         step.loader.load(0, total)

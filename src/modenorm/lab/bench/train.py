@@ -24,10 +24,10 @@ from modenorm.lab.models import check_size
 from modenorm.lab.training import TrainConfig, Training, train_many
 from modenorm.lab.training.checkpoint import build_model
 from modenorm.lab.training.evaluate import count_errors
+from modenorm.lab.training.pace import CHUNK, SHORT_CHUNK
 from modenorm.lab.training.queue import side_by_side
 from modenorm.lab.training.runner import choose_device
 from modenorm.lab.training.sources import SharedData
-from modenorm.lab.training.step import CHUNK, SHORT_CHUNK
 from modenorm.lab.training.usage import ModeUsage
 from modenorm.recording import record_gates
 

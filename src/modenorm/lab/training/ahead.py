@@ -7,7 +7,6 @@ A process that fails costs nothing but that: the training compiles for itself.
 """
 
 import contextlib
-import dataclasses
 import json
 import os
 import subprocess
@@ -93,8 +92,10 @@ def compile_form(form: Form, device: torch.device) -> None:
 
 
 def _forms(configs: Iterable[TrainConfig], shared: SharedData) -> list[Form]:
-    of_seed_0 = (dataclasses.replace(c, seed=0) for c in configs if not c.stream)
-    distinct = {config.run_id: config for config in of_seed_0}
+    distinct: dict[str, TrainConfig] = {}
+    for config in configs:
+        if not config.stream:
+            distinct.setdefault(config.kind, config)
     forms = []
     for config in distinct.values():
         data = shared.get(config)

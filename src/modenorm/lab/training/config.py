@@ -154,6 +154,11 @@ class TrainConfig:
         return f"{self.model}-{data}-{self.norm}{count}-n{self.batch}-s{self.seed}-{digest}"
 
     @property
+    def kind(self) -> str:
+        """A name for all that differ by their seeds alone."""
+        return dataclasses.replace(self, seed=0).run_id
+
+    @property
     def modes_label(self) -> str:
         """The number of modes, or those of the patterns in their order."""
         numbers = self.modes.values() if isinstance(self.modes, dict) else (self.modes,)

@@ -4,7 +4,6 @@ A training that starts or ends keeps the thread that feeds the GPU from all othe
 built, captured or written. Networks whose steps are long have enough queued to bridge that.
 """
 
-import dataclasses
 from collections import deque
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
@@ -45,8 +44,8 @@ class Queue:
         self._compiled = deque(large_first)
         self._compiled_wait = bool(self._plain)
         self._started = 0
-        of_kinds = {dataclasses.replace(r.config, seed=0).run_id: r for r in reversed(large_first)}
-        self._firsts = {run.path for run in of_kinds.values()}
+        of_kinds = {run.config.kind: run.path for run in reversed(large_first)}
+        self._firsts = set(of_kinds.values())
 
     @property
     def waiting(self) -> list[Run]:

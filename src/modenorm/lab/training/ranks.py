@@ -11,7 +11,7 @@ import gc
 import inspect
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import modenorm
+from modenorm.lab.data.loader import derive_seed
 
 TIMEOUT = datetime.timedelta(minutes=10)
 """How long a rank waits for the others before it gives up."""
@@ -70,6 +71,13 @@ class Ranks:
         if self.size > 1:
             for tensor in tensors:
                 distributed.broadcast(tensor, 0)
+
+    def draw_apart(self, generators: Iterable[torch.Generator], seed: int, step: int) -> None:
+        """Let the dropout of each rank draw its own numbers; they depend on the step alone."""
+        if self.size > 1:
+            for i, generator in enumerate(generators):
+                purpose = f"dropout {i} of rank {self.rank} at step {step}"
+                generator.manual_seed(derive_seed(seed, purpose))
 
     def first(self, call: Callable[[], Value]) -> Value:
         """Let rank 0 call, and return its value on every rank.

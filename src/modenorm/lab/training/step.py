@@ -21,22 +21,7 @@ from modenorm.lab.training.sources import TrainingData, batches_for
 Advance = Callable[[int], int]
 """Takes some steps, at most as many as it is told, and says how many."""
 
-CHUNK = {"cuda": 256, "cpu": 16}
-"""Steps prepared at once; the loss is looked at after each chunk."""
-SHORT_CHUNK = 16
-"""The same where steps are long: on images of files, or with other ranks that may want to stop."""
-SAMPLES = 1 << 15
-"""Prepared at once on a GPU, if that is more steps: those of small batches are short."""
-LONG_CHUNK = 1024
-"""But not more: two or three chunks are queued on a stream at a time."""
 WARM_UP_STEPS = 2
-TOGETHER = 4
-"""Short steps that are captured as one graph, as the host needs time for each."""
-LONG_TOGETHER = 16
-"""The same of compiled networks, so that a stream takes seconds of work while the host is busy."""
-LAUNCHES = 900
-"""Most that are queued on one stream: with a thousand the host has to wait for it, and all other
-trainings wait for the host."""
 COMPILED_FORMS = 256
 """Most models that may be compiled in one process."""
 CACHE_SETTING = "autograd_cache_allow_custom_autograd_functions"
@@ -112,7 +97,7 @@ class Step:
         model.to(device)
         if config.channels_last:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        if config.compile and compiles_on(device):
+        if is_compiled(config, device):
             stream_batch_norms(model)
         return cls(
             model,
@@ -201,12 +186,9 @@ def fast_convolutions(dtype: torch.dtype) -> Iterator[None]:
         cudnn.benchmark = before
 
 
-def chunk_of(config: TrainConfig, kind: str, ranks: Ranks) -> int:
-    """Steps to prepare at once, on a kind of device."""
-    if ranks.size > 1 or config.stream:
-        return SHORT_CHUNK
-    longer = SAMPLES // config.batch if kind == "cuda" else 0
-    return min(max(CHUNK[kind], longer), LONG_CHUNK)
+def is_compiled(config: TrainConfig, device: torch.device) -> bool:
+    """Whether Inductor makes the kernels of a training."""
+    return config.compile and compiles_on(device)
 
 
 def compiles_on(device: torch.device) -> bool:

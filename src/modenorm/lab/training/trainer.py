@@ -19,7 +19,6 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from modenorm.lab.data.loader import derive_seed
 from modenorm.lab.models import generator_states, generators, load_generator_states
 from modenorm.lab.provenance import provenance
 from modenorm.lab.training.checkpoint import Checkpoint, Position, copy_tensors, load_state
@@ -29,27 +28,13 @@ from modenorm.lab.training.evaluate import Evaluation, count_errors, errors
 from modenorm.lab.training.events import Events
 from modenorm.lab.training.lane import Inbox, Lane, Turns
 from modenorm.lab.training.outcome import place, summary
+from modenorm.lab.training.pace import Pace
 from modenorm.lab.training.ranks import Ranks
 from modenorm.lab.training.runs import Run
 from modenorm.lab.training.schedule import Schedule
 from modenorm.lab.training.sources import TrainingData
-from modenorm.lab.training.step import (
-    LAUNCHES,
-    LONG_TOGETHER,
-    TOGETHER,
-    Advance,
-    Step,
-    capture,
-    chunk_of,
-    compiles_on,
-)
+from modenorm.lab.training.step import Advance, Step, capture, is_compiled
 
-TURN = {"cuda": 16, "cpu": 1}
-"""Steps queued before others have their turn."""
-AHEAD = {"cuda": 2, "cpu": 0}
-"""Things sent to the host that may be on their way while more steps are queued."""
-LAUNCHES_AROUND = 8
-"""Those of a chunk that are no steps: its batches, its loss, an evaluation."""
 SAVING_SHARE = 0.002
 """Of the time: checkpoints at evaluations may take as much, also those of others beside it."""
 
@@ -96,7 +81,7 @@ class Training:
         ranks: Ranks | None = None,
         interrupted: threading.Event | None = None,
     ) -> None:
-        config, kind = run.config, lane.device.type
+        config = run.config
         self.run, self.data, self.lane = run, data, lane
         self.ranks = ranks = ranks or Ranks()
         self._interrupted = interrupted or threading.Event()
@@ -104,16 +89,16 @@ class Training:
         self.position = Position()
         self.train_loss = math.nan
         self._checkpoint_every, self._listener = checkpoint_every, listener
-        self._chunk, self._turn = chunk_of(config, kind, ranks), TURN[kind]
-        self._compiled = config.compile and compiles_on(lane.device)
-        self._together = 1 if config.stream else LONG_TOGETHER if self._compiled else TOGETHER
-        self._room = AHEAD[kind] if ranks.size == 1 else 0
-        self._inbox = Inbox(lane, self._room)
+        self._compiled = is_compiled(config, lane.device)
+        self._pace = Pace.of(config, lane.device.type, ranks, compiled=self._compiled)
+        self._inbox = Inbox(lane, self._pace.room)
         self._save_seconds = 0.0  # what the last checkpoint took
         self._evaluated = 0  # the step of the last evaluation
         self._sent = self._saved = (-1, 0)  # step and last evaluation of a checkpoint
 
-        self._step = Step.of(config, data, self.schedule.total, self._chunk, lane.device, ranks)
+        self._step = Step.of(
+            config, data, self.schedule.total, self._pace.chunk, lane.device, ranks
+        )
         self.model, self._dtype = self._step.model, self._step.dtype
         given = (data.test, data.about.domain_names, self._dtype, lane, ranks)
         self._evaluation = Evaluation(
@@ -164,8 +149,7 @@ class Training:
 
     def queue_far_ahead(self, far: bool) -> None:
         """Let the next turns queue as much as a stream takes, or no more than usual."""
-        most = LAUNCHES // (self._chunk // self._together + LAUNCHES_AROUND)
-        self._inbox.room = max(most, self._room) if far and self._room else self._room
+        self._inbox.room = self._pace.far if far else self._pace.room
 
     def _checkpoint_due(self, evaluated: bool) -> bool:
         """Whether time has come, or an evaluation was made and writing is cheap beside the rest.
@@ -276,19 +260,19 @@ class Training:
         if self.lane.stream is None or self.ranks.size > 1:
             return self._step.take_one
         self._load_chunk()
-        advance = capture(self._step, generators(self.model), self.lane, self._together)
+        advance = capture(self._step, generators(self.model), self.lane, self._pace.together)
         if self._compiled:
             self._evaluation.queue()  # so that it is traced now, not in the midst of others
         return advance
 
     def _train(self, advance: Advance) -> Turns:
         """Train until the chunk ends or something else is due, and ask for the loss."""
-        stop = self._load_chunk()
+        stop, drawing = self._load_chunk(), generators(self.model)
         while self.position.step < stop:
-            turn = min(self.position.step + self._turn, stop)
+            turn = min(self.position.step + self._pace.turn, stop)
             with self.lane.enter():
                 while self.position.step < turn:
-                    self._draw_apart(self.position.step)
+                    self.ranks.draw_apart(drawing, self.run.config.seed, self.position.step)
                     self._step.loader.feed()
                     self.position.step += advance(turn - self.position.step)
             if self.position.step == self.schedule.closing:
@@ -309,16 +293,9 @@ class Training:
         with self.lane.enter():
             self._inbox.expect([self.ranks.total(self._step.loss_sum)], look)
 
-    def _draw_apart(self, step: int) -> None:
-        """Let the dropout of each rank draw its own numbers; they depend on the step alone."""
-        if self.ranks.size > 1:
-            for i, generator in enumerate(generators(self.model)):
-                purpose = f"dropout {i} of rank {self.ranks.rank} at step {step}"
-                generator.manual_seed(derive_seed(self.run.config.seed, purpose))
-
     def _load_chunk(self) -> int:
         start = self.position.step
-        stop = min(start + self._chunk, self.schedule.next_stop(start))
+        stop = min(start + self._pace.chunk, self.schedule.next_stop(start))
         with self.lane.enter():
             self._step.loader.load(start, stop)
             self._step.lr.fill_(self.schedule.lr_at(start))
@@ -374,7 +351,7 @@ class Training:
 
     def _pruning_batches(self) -> int:
         count = -(-PRUNING_SAMPLES // self.run.config.batch)
-        return min(count, self._chunk, self.schedule.total)
+        return min(count, self._pace.chunk, self.schedule.total)
 
     def _prune(self) -> Generator[bool, None, dict[str, Any]]:
         """Take away modes that are not needed, keep the smaller model, and say how it does."""
