@@ -21,7 +21,7 @@ from modenorm.kernels import launch as launches  # noqa: E402
 from modenorm.kernels.gpu import Geometry, Passes  # noqa: E402
 from modenorm.kernels.gpu_channels import ChannelMixing  # noqa: E402
 from modenorm.kernels.gpu_inference import inference_launch  # noqa: E402
-from modenorm.kernels.gpu_mixing import Mixing  # noqa: E402
+from modenorm.kernels.gpu_mixing import MOST_GROUPED, Mixing  # noqa: E402
 from modenorm.kernels.gpu_several import launch_for  # noqa: E402
 from modenorm.kernels.tiles import inference_tile, lines_for  # noqa: E402
 from modenorm.lab.layers import (  # noqa: E402
@@ -122,6 +122,22 @@ def test_mixing_stays_in_registers(channels, num_modes, monkeypatch, tmp_path):
     mixing = Mixing(256, channels, 49, num_modes, 1e-5, 0.1, True, affine, running, True, True)
     for launch in all_launches(mixing):
         assert resources(compile_for(launch, 90), tmp_path)["STACK"] == 0, launch.kernel.__name__
+
+
+@pytest.mark.parametrize("num_modes", [2, 3, 8], ids="K{}".format)
+def test_groups_of_modes_compile(num_modes, monkeypatch, tmp_path):
+    """For as many samples as they take; nothing is spilled."""
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    monkeypatch.setattr(launches, "can_overlap", lambda: True)
+    running = (True, True, True, True)
+    for affine in ((False, False, False), (True, True, False), (True, True, True)):
+        options = (1e-5, 0.1, True, affine, running, True, True)
+        mixing = Mixing(MOST_GROUPED, 4096, 49, num_modes, *options)
+        for launch in (mixing.statistics, mixing.modes_backward):
+            done, name = compile_for(launch, 90), launch.kernel.__name__
+            assert name.startswith("group_")
+            assert not takes_product_from_itself(done.asm["ptx"]), name
+            assert resources(done, tmp_path)["STACK"] == 0, name
 
 
 @pytest.mark.parametrize("num_modes", [1, 2, 8], ids="K{}".format)

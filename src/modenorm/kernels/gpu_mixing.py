@@ -1,11 +1,13 @@
 """Mode normalization's mixing on the GPU: its launches for one set of sizes.
 
 All arrays are small, (N, C), (N, K) or (K, C), and live in the second-level cache. Sums over
-samples belong to one program per mode and block of channels, sums over channels to one program per
-sample: no atomics, the same result in every run, and a time that hardly depends on K.
+samples belong to one program per mode, or a few, and block of channels, sums over channels to one
+program per sample: no atomics, the same result in every run, and a time that hardly depends on K.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import triton
 
@@ -19,9 +21,22 @@ from modenorm.kernels.gpu_mixing_forward import (
     gates_kernel,
     statistics_kernel,
 )
+from modenorm.kernels.gpu_mixing_groups import group_backward_kernel, group_statistics_kernel
 from modenorm.kernels.launch import Launch
 
 __all__ = ["Mixing"]
+
+GROUPED = 4096
+"""Channels times modes from which programs that sum over samples take several modes."""
+MOST_GROUPED = 256
+"""Samples that such a program can hold."""
+STATISTICS_GROUP, BACKWARD_GROUP = 2, 4
+"""Modes that it takes."""
+GROUP_CHANNELS, GROUP_WARPS = 16, 4
+
+Grid = tuple[int, int]
+Cut = tuple[Any, Grid, tuple[int, ...], int]
+"""A kernel, its grid, its tile, and its warps."""
 
 
 class Mixing:
@@ -76,14 +91,15 @@ class Mixing:
             _warps(modes, wide, 64),
             direct,
         )
-        self.statistics = Launch(
-            statistics_kernel,
-            by_mode,
-            (*sizes, momentum),
-            (*running, has_usage, walk, block),
-            4 if many else 8,
-            direct,
-        )
+        grouped = 1 < num_modes >= GROUPED / num_channels and num_samples <= MOST_GROUPED
+        statistics: Cut = (statistics_kernel, by_mode, (walk, block), 4 if many else 8)
+        backward: Cut = (modes_backward_kernel, by_mode, (short_walk, block), 4)
+        if grouped:
+            statistics = (group_statistics_kernel, *_groups(*sizes, STATISTICS_GROUP))
+            backward = (group_backward_kernel, *_groups(*sizes, BACKWARD_GROUP))
+        kernel, grid, tile, warps = statistics
+        constants: tuple[int, ...] = (*running, has_usage, *tile)
+        self.statistics = Launch(kernel, grid, (*sizes, momentum), constants, warps, direct)
         self.coefficients = Launch(
             coefficients_kernel,
             (triton.cdiv(num_samples, few), triton.cdiv(num_channels, narrow)),
@@ -92,14 +108,9 @@ class Mixing:
             _warps(few, narrow, 64),
             direct,
         )
-        self.modes_backward = Launch(
-            modes_backward_kernel,
-            by_mode,
-            (*sizes, eps),
-            (*affine, short_walk, block),
-            4,
-            direct,
-        )
+        kernel, grid, tile, warps = backward
+        constants = (*affine, *tile)
+        self.modes_backward = Launch(kernel, grid, (*sizes, eps), constants, warps, direct)
         whole = less_wide >= num_channels
         # by whether gates have a gradient from elsewhere, and the usage has one
         self.samples_backward = {
@@ -136,3 +147,13 @@ def _warps(rows: int, channels: int, numbers: int) -> int:
     a thread would hold more than so many numbers of a tile.
     """
     return min(4, max(1, channels // 128, rows * channels // (32 * numbers)))
+
+
+def _groups(
+    num_samples: int, num_channels: int, num_modes: int, most: int
+) -> tuple[Grid, tuple[int, int, int], int]:
+    """Grid, tile and warps where a program takes several modes, at most so many."""
+    group, samples = map(triton.next_power_of_2, (min(most, num_modes), num_samples))
+    block = min(triton.next_power_of_2(num_channels), GROUP_CHANNELS)
+    grid = (triton.cdiv(num_channels, block), triton.cdiv(num_modes, group))
+    return grid, (group, samples, block), GROUP_WARPS

@@ -18,7 +18,12 @@ from modenorm.kernels.gpu_arrays import (
     load_rows,
 )
 
-__all__ = ["modes_backward_kernel", "parameters_backward_kernel", "samples_backward_kernel"]
+__all__ = [
+    "modes_backward_kernel",
+    "parameters_backward_kernel",
+    "samples_backward_kernel",
+    "store_mode_gradients",
+]
 
 
 @triton.jit
@@ -55,6 +60,7 @@ def modes_backward_kernel(
     mode_mean = tl.load(mode_mean_ptr + offs_kc, mask=mask_c, other=0.0)
     mode_var = tl.load(mode_var_ptr + offs_kc, mask=mask_c, other=1.0)
     divisor = tl.maximum(tl.load(mass_ptr + mode), TINY)
+    weight = 1.0
     if HAS_WEIGHT:
         offs = offs_kc if PER_MODE else channels
         weight = tl.load(weight_ptr + offs, mask=mask_c, other=0.0)
@@ -72,18 +78,38 @@ def modes_backward_kernel(
         sums_e += gates * dshift
         sums_d += dshift
     t, e = tl.sum(sums_t, 0), tl.sum(sums_e, 0)
-    inverse = tl.rsqrt(mode_var + eps)
-    scaled = inverse
-    if HAS_WEIGHT:
-        tl.store(dweights_ptr + offs_kc, inverse * t, mask=mask_c)
-        scaled = inverse * weight
+    store_mode_gradients(
+        u_ptr, s_ptr, dweights_ptr, offs_kc, mask_c, t, e,
+        tl.rsqrt(mode_var + eps), weight, divisor, HAS_WEIGHT,
+    )  # fmt: skip
     if HAS_BIAS:
         if PER_MODE:
             tl.store(dbias_ptr + offs_kc, e, mask=mask_c)
         elif mode == 0:
             tl.store(dbias_ptr + channels, tl.sum(sums_d, 0), mask=mask_c)
-    tl.store(u_ptr + offs_kc, -scaled * e / divisor, mask=mask_c)
-    tl.store(s_ptr + offs_kc, -0.5 * scaled * inverse * inverse * t / divisor, mask=mask_c)
+
+
+@triton.jit
+def store_mode_gradients(
+    u_ptr,
+    s_ptr,
+    dweights_ptr,
+    offs,
+    mask,
+    t,
+    e,
+    inverse,
+    weight,
+    divisor,
+    HAS_WEIGHT: tl.constexpr,
+):
+    """What follows from T and E."""
+    scaled = inverse
+    if HAS_WEIGHT:
+        tl.store(dweights_ptr + offs, inverse * t, mask=mask)
+        scaled = inverse * weight
+    tl.store(u_ptr + offs, -scaled * e / divisor, mask=mask)
+    tl.store(s_ptr + offs, -0.5 * scaled * inverse * inverse * t / divisor, mask=mask)
 
 
 @triton.jit

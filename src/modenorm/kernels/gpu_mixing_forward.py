@@ -7,7 +7,7 @@ import triton.language as tl
 
 from modenorm.kernels.gpu_arrays import TINY, begin, load_rows
 
-__all__ = ["coefficients_kernel", "gates_kernel", "statistics_kernel"]
+__all__ = ["coefficients_kernel", "gates_kernel", "moved_estimates", "statistics_kernel"]
 
 
 @triton.jit
@@ -139,16 +139,23 @@ def statistics_kernel(
         if USAGE:
             rate = momentum * (mass / num_samples)
         moves = mask_c & (tl.full([BLOCK_C], 1.0, tl.float32) * (mass * finite) >= TINY)
-        step = mode_mean - old_mean
-        new_var = (1.0 - rate) * old_var + rate * mode_var + rate * (1.0 - rate) * step * step
+        new_mean, new_var = moved_estimates(old_mean, old_var, mode_mean, mode_var, rate)
         tl.store(running_var_ptr + offs, new_var, mask=moves)
-        tl.store(running_mean_ptr + offs, old_mean + rate * step, mask=moves)
+        tl.store(running_mean_ptr + offs, new_mean, mask=moves)
         if tl.program_id(0) == 0:
             if HAS_TRACKED and mode == 0:
                 tl.store(tracked_ptr, tl.load(tracked_ptr) + finite.to(tl.int64))
             if HAS_SHARE and mass * finite >= TINY:
                 share = tl.load(running_share_ptr + mode) + mass / num_samples
                 tl.store(running_share_ptr + mode, share)
+
+
+@triton.jit
+def moved_estimates(old_mean, old_var, mode_mean, mode_var, rate):
+    """Running estimates that have moved to a batch's statistics by so much of the way."""
+    step = mode_mean - old_mean
+    new_var = (1.0 - rate) * old_var + rate * mode_var + rate * (1.0 - rate) * step * step
+    return old_mean + rate * step, new_var
 
 
 @triton.jit
