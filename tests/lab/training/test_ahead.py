@@ -56,7 +56,7 @@ def test_every_form_is_compiled_once(many_cores, monkeypatch, others):
         def wait(self):
             assert self.ended
 
-    def start(forms, device):
+    def start(forms, device, folder):
         started.append(forms)
         return Process()
 
@@ -64,9 +64,9 @@ def test_every_form_is_compiled_once(many_cores, monkeypatch, others):
     plain = [fake_config(norm=norm, compile=False) for norm in ("ln", "mgn")] * others
     wanted = [*plain, *configs("bn", "mn", "gn", "mgn", "in")]
     wanted += configs("mn", modes=3) + configs("mn", sparsity=0.1)
-    with ahead.compiling_ahead(wanted, shared(), CPU) as processes:
-        assert len(processes) == ahead.PROCESSES
-    assert all(process.ended for process in processes)
+    with ahead.compiling_ahead(wanted, shared(), CPU) as compiling:
+        assert len(compiling.processes) == ahead.PROCESSES
+    assert all(process.ended for process in compiling.processes)
     forms = [form for part in started for form in part]
     assert all(len({form.config.compile for form in part}) == 1 for part in started)
     apart = [form for form in forms if not form.config.compile]
@@ -86,17 +86,17 @@ def test_every_form_is_compiled_once(many_cores, monkeypatch, others):
 def test_processes_end_if_another_can_not_be_started(many_cores, monkeypatch, error):
     started, start = [], ahead._start
 
-    def start_one(forms, device):
+    def start_one(forms, device, folder):
         if started:
             raise error
-        started.append(start(forms, device))
+        started.append(start(forms, device, folder))
         return started[0]
 
     monkeypatch.setattr(ahead, "_start", start_one)
     expected = contextlib.nullcontext() if error is OSError else pytest.raises(error)
     wanted = configs("bn", "mn", "gn", seeds=1)
-    with expected, ahead.compiling_ahead(wanted, shared(), CPU) as processes:
-        assert processes == started
+    with expected, ahead.compiling_ahead(wanted, shared(), CPU) as compiling:
+        assert compiling.processes == started
     assert started[0].poll() is not None
 
 
@@ -104,8 +104,8 @@ def test_processes_end_if_another_can_not_be_started(many_cores, monkeypatch, er
 def test_no_processes_without_need(monkeypatch, cores):
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     monkeypatch.setattr(ahead, "compiles_on", lambda device: cores == 1)
-    with ahead.compiling_ahead(configs("bn", "mn"), shared(), CPU) as processes:
-        assert processes == []
+    with ahead.compiling_ahead(configs("bn", "mn"), shared(), CPU) as compiling:
+        assert compiling.processes == []
 
 
 @pytest.mark.parametrize(("compile", "trained"), [(True, True), (True, False), (False, True)])
@@ -130,13 +130,20 @@ def test_a_form_is_evaluated_and_takes_a_step_of_a_training(monkeypatch, compile
     assert shapes == [(shape, True) for shape in expected if compile]
 
 
-def test_a_process_compiles_what_it_is_told(monkeypatch):
+def test_a_process_says_what_it_has_compiled(monkeypatch, tmp_path: Path):
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")  # then it is only run
-    (config,) = configs("mn", seeds=1)
-    process = ahead._start([ahead.Form(config, 4, (8, 8), 33)], CPU)
-    wrong = ahead._start([ahead.Form(config, 4, (0, 0), 33)], CPU)
-    assert process.wait(timeout=120) == 0
+    one, other, seed = *configs("mn", "bn", seeds=1), fake_config(norm="mn", compile=True, seed=7)
+    forms = [ahead.Form(config, 4, (8, 8), 33) for config in (one, other)]
+    compiling = ahead.Ahead(tmp_path)
+    compiling.start([forms[0]._replace(trained=False), forms[1], forms[0]], CPU)
+    compiling.start([forms[0]._replace(size=(0, 0))], CPU)
+    right, wrong = compiling.processes
     assert wrong.wait(timeout=120) != 0
+    while right.poll() is None:
+        assert compiling.has(other) or not compiling.has(one)  # in their order
+    assert right.poll() == 0
+    assert all(map(compiling.has, (one, other, seed)))
+    assert not compiling.has(fake_config(norm="gn", compile=True))
 
 
 def test_trainings_do_not_mind_processes_that_fail(many_cores, tmp_path: Path, monkeypatch):

@@ -92,3 +92,26 @@ def test_the_first_of_its_kind_takes_long_to_start(tmp_path: Path) -> None:
     queue = Queue(wanted, None, compiles=True)
     assert [queue.takes_long(run) for run in wanted] == [False, False, True, False, True, False]
     assert not any(map(Queue(wanted, None, compiles=False).takes_long, wanted))
+
+
+def test_what_takes_long_is_begun_once_and_early(tmp_path: Path) -> None:
+    """Of what fills a GPU next, when all that it needs is on disk."""
+    other = dataclasses.replace(LARGE, norm="bn")
+    wanted = [*runs(tmp_path, LENET, 30), *runs(tmp_path, SMALL, 2)]
+    wanted += [*runs(tmp_path, LARGE, 2), *runs(tmp_path, other, 2)]
+    queue, active = Queue(wanted, None, compiles=True), []
+    start_all(queue, active)
+    on_disk: list[Run] = []
+
+    def early() -> list[Run]:
+        return list(iter(lambda: queue.take_early(on_disk.__contains__), None))
+
+    firsts = wanted[32], wanted[34]
+    assert early() == []
+    on_disk += wanted
+    assert early() == [*firsts]  # but not of the small ones: there would be no room for them
+    assert early() == []
+    assert not any(map(queue.takes_long, firsts))
+    active.clear()
+    assert start_all(queue, active) == wanted[32:]  # begun or not, they start in their order
+    assert early() == wanted[30:31]

@@ -1,6 +1,7 @@
 import contextlib
 import dataclasses
 import functools
+import time
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from modenorm.lab.training import (
     train_many,
 )
 from modenorm.lab.training import step as step_module
+from modenorm.lab.training.ahead import Ahead
 from modenorm.lab.training.pace import Pace
 from modenorm.lab.training.ranks import Ranks
 from modenorm.lab.training.sources import SharedData
@@ -177,6 +179,38 @@ def test_others_queue_far_ahead_of_one_that_takes_long_to_start(
     train_many(configs, tmp_path, data=fake_data(), parallel=3)
     begin = [("bn", 0, True)] * 2
     assert seen == [*begin, *(("bn", 1, False) for _ in begin)]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_takes_long_to_start_is_begun_beside_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """It waits for room; what fails meanwhile is begun again when there is some."""
+    seen: list[str] = []
+
+    class Watched(Training):
+        def __init__(self, run: Run, *arguments: object, **options: object) -> None:
+            seen.append(f"{run.config.norm} begins")
+            if fails and seen.count("mn begins") == 1 and seen[-1] == "mn begins":
+                raise torch.OutOfMemoryError
+            super().__init__(run, *arguments, **options)
+
+    def listener(training: Training) -> None:
+        seen.append(training.run.config.norm)
+
+    monkeypatch.setattr(runner, "Training", Watched)
+    monkeypatch.setattr(runner, "compiles_on", lambda device: True)
+    monkeypatch.setattr(runner, "FAR_AHEAD_SECONDS", 0.0)
+    monkeypatch.setattr(Ahead, "has", lambda ahead, config: True)
+    monkeypatch.setattr(time, "monotonic", lambda: float(len(seen)))
+    config = fake_config(norm="bn", total=48, milestones=(), compile=True)
+    configs = [config, dataclasses.replace(config, norm="mn")]
+    found = train_many(configs, tmp_path, data=fake_data(), parallel=1, listener=listener)
+    begin = ["bn begins", "mn begins"]
+    turns = seen.count("bn")
+    again = ["mn begins"] * fails
+    assert seen == [*begin, *["bn"] * turns, *again, *["mn"] * turns]
+    assert found[1].result["seconds"] == found[0].result["seconds"] - 1  # where the other began
 
 
 def test_others_lose_nothing_when_one_can_not_go_on(tmp_path: Path) -> None:

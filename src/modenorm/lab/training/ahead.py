@@ -11,7 +11,9 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -24,10 +26,10 @@ from modenorm.lab.training.ranks import Ranks
 from modenorm.lab.training.sources import SharedData
 from modenorm.lab.training.step import Step, compiles_on
 
-__all__ = ["Form", "compile_form", "compiling_ahead"]
+__all__ = ["Ahead", "Form", "compile_form", "compiling_ahead"]
 
-PROCESSES = 4
-LEAST_CORES = 4 * PROCESSES
+PROCESSES = 6
+LEAST_CORES = 16
 """With fewer, processes would take from the training what they give."""
 
 
@@ -43,10 +45,39 @@ class Form(NamedTuple):
     """Whether there is something to compile for training too, not for evaluations alone."""
 
 
+class Ahead:
+    """What processes compile, of which each leaves a mark in a folder.
+
+    Args:
+        folder: Of the marks.
+
+    Attributes:
+        processes: Those that compile, or have ended.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.processes: list[subprocess.Popen[str]] = []
+        self._folder = folder
+
+    def has(self, config: TrainConfig) -> bool:
+        """Whether all that is compiled for a training is on disk by now."""
+        return (self._folder / config.kind).exists()
+
+    def start(self, forms: list[Form], device: torch.device) -> None:
+        """Let another process compile these."""
+        self.processes.append(_start(forms, device, self._folder))
+
+    def end(self) -> None:
+        """End all processes."""
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
 @contextlib.contextmanager
 def compiling_ahead(
     configs: Iterable[TrainConfig], shared: SharedData, device: torch.device
-) -> Iterator[list["subprocess.Popen[str]"]]:
+) -> Iterator[Ahead]:
     """Let all that is needed later be compiled in the background for as long as this lasts.
 
     Args:
@@ -59,16 +90,15 @@ def compiling_ahead(
         forms = _forms(configs, shared)
         # the first one can't wait; if it is compiled, its evaluation comes later
         forms[:1] = [form._replace(trained=False) for form in forms[:1] if form.config.compile]
-    processes: list[subprocess.Popen[str]] = []
-    try:
-        with contextlib.suppress(OSError):  # no process, no memory for one
-            for part in filter(None, _parts(forms)):
-                processes.append(_start(part, device))
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        ahead = Ahead(Path(folder))
+        try:
+            with contextlib.suppress(OSError):  # no process, no memory for one
+                for part in filter(None, _parts(forms)):
+                    ahead.start(part, device)
+            yield ahead
+        finally:
+            ahead.end()
 
 
 def compile_form(form: Form, device: torch.device) -> None:
@@ -114,9 +144,9 @@ def _parts(forms: list[Form]) -> list[list[Form]]:
     return [layers, *(networks[i::others] for i in range(others))]
 
 
-def _start(forms: list[Form], device: torch.device) -> "subprocess.Popen[str]":
+def _start(forms: list[Form], device: torch.device, folder: Path) -> "subprocess.Popen[str]":
     process = subprocess.Popen(
-        [sys.executable, "-m", __name__, str(device)],
+        [sys.executable, "-m", __name__, str(device), str(folder)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -137,10 +167,13 @@ def _noise(form: Form, count: int) -> ImageSet:
 
 
 def main() -> None:
-    """Compile the forms given as JSON, one after the other."""
-    device = torch.device(sys.argv[1])
+    """Compile the forms given as JSON, one after the other, and leave a mark for each."""
+    device, folder = torch.device(sys.argv[1]), Path(sys.argv[2])
     for config, classes, size, *others in json.load(sys.stdin):
-        compile_form(Form(TrainConfig.from_json(config), classes, tuple(size), *others), device)
+        form = Form(TrainConfig.from_json(config), classes, tuple(size), *others)
+        compile_form(form, device)
+        if form.trained:
+            (folder / form.config.kind).touch()
 
 
 if __name__ == "__main__":

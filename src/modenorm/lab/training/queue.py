@@ -5,7 +5,7 @@ built, captured or written. Networks whose steps are long have enough queued to 
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 
 from modenorm.lab.training.runs import Run
@@ -74,6 +74,24 @@ class Queue:
         It is the first of those that differ by their seeds alone, and its network is traced.
         """
         return run.path in self._firsts
+
+    def take_early(self, ready: Callable[[Run], bool]) -> Run | None:
+        """One that takes long to start, to be begun before there is room for it; each but once.
+
+        It stays in the queue, and is one of those that are going to fill the GPU next.
+
+        Args:
+            ready: Whether all that is compiled for a run is on disk.
+        """
+        room = Fraction(1)
+        for run in self._compiled:
+            room -= self._share(run)
+            if room < 0:
+                break
+            if run.path in self._firsts and ready(run):
+                self._firsts.remove(run.path)
+                return run
+        return None
 
     def _room_for_plain(self, active: Sequence[Run]) -> Fraction:
         if self._compiled_wait or not self._compiled or not self._plain:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -147,8 +147,8 @@ def _train_many(
     queue = Queue(rest, parallel, alone and compiles_on(target))
     rounds_between = 0 if start_together else ROUNDS_BETWEEN_STARTS[target.type]
     later = [run.config for run in queue.waiting] if alone and not start_together else ()
-    ahead = compiling_ahead(later, shared, target)
-    with _noticing_interrupts() as interrupted, ahead:
+    compiling = compiling_ahead(later, shared, target)
+    with _noticing_interrupts() as interrupted, compiling as ahead:
 
         def start(run: Run) -> Training:
             data = shared.get(run.config)
@@ -156,35 +156,77 @@ def _train_many(
                 run, data, Lane(target), ranks=ranks, interrupted=interrupted, **options
             )
 
+        def ready(run: Run) -> bool:
+            return ahead.has(run.config)
+
         stop = interrupted if alone else threading.Event()  # ranks have to stop together
-        for outcome in _alternate(queue, start, stop, rounds_between):
+        for outcome in _alternate(queue, start, ready, stop, rounds_between):
             outcomes[outcome.run.path] = outcome
     return [outcomes[path] for path in runs]
+
+
+class Begun(NamedTuple):
+    """A training that was begun early, and waits for room since then."""
+
+    training: Training
+    turns: Turns
+    since: float
+
+    @classmethod
+    def of(cls, run: Run, start: Callable[[Run], Training]) -> "Begun | None":
+        """Begin; None if that fails, which will be met again when there is room."""
+        turns: Turns | None = None
+        try:
+            training = start(run)
+            turns = training.turns()
+            next(turns)
+        except Exception:  # such as too little memory for one more
+            if turns is not None:
+                turns.close()
+            return None
+        return cls(training, turns, time.monotonic())
+
+    def go_on(self) -> tuple[Training, Turns]:
+        """Leave the waiting out of the training's time."""
+        self.training.leave_out(time.monotonic() - self.since)
+        return self.training, self.turns
 
 
 def _alternate(
     queue: Queue,
     start: Callable[[Run], Training],
+    ready: Callable[[Run], bool],
     interrupted: threading.Event,
     rounds_between: int,
 ) -> Iterator[Outcome]:
     """Give every training its turn until all have ended.
 
     Between two starts all have some rounds of turns, unless they have enough queued before. Before
-    one that keeps the host from them for long, all queue as much as they can.
+    one that keeps the host from them for long, all queue as much as they can; if its kernels are on
+    disk it is begun while others fill the GPU, and waits.
     """
     active: dict[Training, Turns] = {}
+    early: dict[Path, Begun] = {}
     rounds = 0
     try:
         while True:
             while not rounds and (run := queue.take(training.run for training in active)):
-                if queue.takes_long(run):
-                    yield from _queue_far_ahead(active)
-                training = start(run)
-                active[training] = training.turns()
+                if begun := early.pop(run.path, None):
+                    training, turns = begun.go_on()
+                else:
+                    if queue.takes_long(run):
+                        yield from _queue_far_ahead(active)
+                    training = start(run)
+                    turns = training.turns()
+                active[training] = turns
                 rounds = rounds_between
             if not active:
                 return
+            if not rounds and (run := queue.take_early(ready)):
+                yield from _queue_far_ahead(active)
+                if begun := Begun.of(run, start):
+                    early[run.path] = begun
+                rounds = rounds_between
             busy = yield from _round(active)
             if interrupted.is_set():
                 _save_all(active)
@@ -193,7 +235,7 @@ def _alternate(
             if not busy:
                 time.sleep(IDLE_SECONDS)
     finally:
-        for turns in active.values():
+        for turns in [*active.values(), *(begun.turns for begun in early.values())]:
             turns.close()
 
 

@@ -151,6 +151,10 @@ class Training:
         """Let the next turns queue as much as a stream takes, or no more than usual."""
         self._inbox.room = self._pace.far if far else self._pace.room
 
+    def leave_out(self, seconds: float) -> None:
+        """Don't count a time in which this training had no turns."""
+        self._began += seconds
+
     def _checkpoint_due(self, evaluated: bool) -> bool:
         """Whether time has come, or an evaluation was made and writing is cheap beside the rest.
 
