@@ -211,6 +211,15 @@ def test_batchnorm_state_inside_a_model():
     assert state.keys() == bn.state_dict().keys()  # the caller's dictionary is left alone
 
 
+@pytest.mark.parametrize("per_mode_affine", [False, True], ids=["shared", "per_mode"])
+def test_batchnorm_state_without_estimates(per_mode_affine):
+    norm = nn.BatchNorm2d(3, track_running_stats=False)
+    nn.init.normal_(norm.weight)
+    layer = modenorm.ModeNorm2d(3, track_running_stats=False, per_mode_affine=per_mode_affine)
+    layer.load_state_dict(norm.state_dict(), strict=True)
+    assert torch.equal(layer.weight.expand(2, 3), norm.weight.expand(2, 3))
+
+
 def test_batchnorm_state_of_old_torch_has_no_counter():
     state = dict(trained_batchnorm().state_dict())
     del state["num_batches_tracked"]

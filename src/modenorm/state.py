@@ -68,8 +68,7 @@ def explain_modes(
 
 def spread_batchnorm(layer: Any, state_dict: Any, prefix: str) -> None:
     """Take a batch norm's state: every mode starts from its statistics, the gate stays."""
-    mean = state_dict.get(prefix + "running_mean")
-    if mean is None or is_lazy(mean) or mean.ndim != 1 or layer.running_mean is None:
+    if not _is_batchnorm(layer, state_dict, prefix):
         return
     names = ["running_mean", "running_var"]
     if layer.per_mode_affine:
@@ -87,3 +86,12 @@ def spread_batchnorm(layer: Any, state_dict: Any, prefix: str) -> None:
     for name, tensor in kept.items():
         if tensor is not None and not getattr(tensor, "is_meta", False):  # that has no values
             state_dict.setdefault(name, tensor)
+
+
+def _is_batchnorm(layer: Any, state_dict: Mapping[str, Any], prefix: str) -> bool:
+    """Whether it is the state of a batch norm with as many estimates as the layer: some or none."""
+    tracked = layer.running_mean is not None
+    row = state_dict.get(prefix + ("running_mean" if tracked else "weight"))
+    if row is None or is_lazy(row) or row.ndim != 1:
+        return False
+    return tracked or not any(name.startswith(prefix + "gate.") for name in state_dict)
