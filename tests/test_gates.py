@@ -209,3 +209,23 @@ def test_a_lazy_gate_loads_a_state():
     again.load_state_dict(layer.state_dict())
     assert torch.equal(again(x), expected)
     assert make().load_state_dict(nn.BatchNorm2d(3).state_dict()).missing_keys == []
+
+
+GLOBAL_HOOKS = {
+    "forward": nn.modules.module.register_module_forward_hook,
+    "before forward": nn.modules.module.register_module_forward_pre_hook,
+    "backward": nn.modules.module.register_module_full_backward_hook,
+    "before backward": nn.modules.module.register_module_full_backward_pre_hook,
+}
+
+
+@pytest.mark.parametrize("register", GLOBAL_HOOKS.values(), ids=GLOBAL_HOOKS)
+def test_hooks_of_all_modules_see_the_gate(register):
+    """Also in float32, which kernels take, gate and all."""
+    layer, seen = modenorm.ModeNorm2d(3), []
+    handle = register(lambda module, *_: seen.append(type(module)))
+    try:
+        layer(torch.randn(4, 3, 5, 5, requires_grad=True)).sum().backward()
+    finally:
+        handle.remove()
+    assert LinearGate in seen

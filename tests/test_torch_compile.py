@@ -165,3 +165,17 @@ def test_compiled_moments_leave_out_var(pixel, compiled):
     compiled(lambda x: layer(x[:, :, 1:]), backend)(double(4, 3, 5, 5))
     assert any("mean" in name for name in called)
     assert not any("var" in name for name in called)
+
+
+def test_hooks_of_all_modules_do_not_break_the_graph(compiled):
+    layer, x = make_layer(3, 2, dtype=torch.float32).eval(), torch.randn(4, 3, 5, 5)
+    expected = layer(x)
+    shift = nn.modules.module.register_module_forward_hook(
+        lambda module, _, y: y + 1 if type(module) is modenorm.LinearGate else y
+    )
+    try:
+        # one more for every mode's logit; 1e-5: float32 in another order
+        assert_close(compiled(layer.forward)(x), expected, 1e-5)
+    finally:
+        shift.remove()
+    assert_close(compiled(layer.forward)(x), expected, 1e-5)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as of_all_modules
 
 from modenorm.buffers import Float32Buffers, members, recomputing, running_dtype
 from modenorm.exchange import Ranks, in_use, statistics
@@ -19,6 +20,16 @@ from modenorm.mixing import batch_statistics, product
 __all__ = ["LinearGate", "StandardizedGate", "make_gate"]
 
 Gate = Callable[[Tensor], Tensor]
+
+# hooks of every module, in dicts that torch never replaces
+before_all, after_all = (
+    of_all_modules._global_forward_pre_hooks,
+    of_all_modules._global_forward_hooks,
+)
+before_all_backward, after_all_backward = (
+    of_all_modules._global_backward_pre_hooks,
+    of_all_modules._global_backward_hooks,
+)
 
 
 class LinearGate(nn.Module):
@@ -236,6 +247,23 @@ def reset_gate(gate: nn.Module) -> None:
         return
     for part in gate.children():
         reset_gate(part)
+
+
+def is_the_papers(gate: Gate) -> bool:
+    """Whether it is a `LinearGate`, unchanged and with nobody listening: kernels may compute it."""
+    if type(gate) is not LinearGate:
+        return False
+    return not (
+        gate._forward_hooks
+        or gate._forward_pre_hooks
+        or gate._backward_hooks
+        or gate._backward_pre_hooks
+        or before_all
+        or after_all
+        or before_all_backward
+        or after_all_backward
+        or "forward" in gate.__dict__
+    )
 
 
 def logits_of(gate: Gate, pooled: Tensor, mask: Tensor | None) -> Tensor:
