@@ -22,6 +22,7 @@ __all__ = [
     "check_options",
     "known_modes",
     "masked",
+    "not_a_tensor",
 ]
 
 
@@ -56,6 +57,17 @@ def check_estimates(estimates: RunningEstimates, x: Tensor) -> None:
         raise ValueError(
             f"running_mean and running_var have shapes {mean} and {var}; both must be "
             f"(K, {x.shape[1]}): one row per mode, one column per channel of x, {tuple(x.shape)}"
+        )
+    _, _, tracked, share = estimates
+    if tracked is not None and tracked.numel() != 1:
+        raise ValueError(
+            f"num_batches_tracked has shape {tuple(tracked.shape)}; it must be one number, such as "
+            f"torch.tensor(0)"
+        )
+    if share is not None and tuple(share.shape) != mean[:1]:
+        raise ValueError(
+            f"running_share has shape {tuple(share.shape)}; expected {mean[:1]}: one number per "
+            f"row of running_mean, {mean}"
         )
 
 
@@ -124,11 +136,19 @@ def masked(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
     There gradients are zero as a rule, and zero times NaN would be NaN.
     """
+    if not isinstance(mask, Tensor):
+        raise not_a_tensor("mask", mask)
     short, full = (x.shape[0], *x.shape[2:]), (x.shape[0], 1, *x.shape[2:])
     if tuple(mask.shape) not in (short, full):
         raise ValueError(f"mask has shape {tuple(mask.shape)}; expected {short} or {full}")
     mask = mask.reshape(full).bool()
     return torch.where(mask | x.isfinite(), x, 0), mask
+
+
+def not_a_tensor(name: str, value: object) -> ValueError:
+    """The error of a list, or an array of another library, where a tensor is expected."""
+    kind = type(value).__name__
+    return ValueError(f"{name} is a {kind}; expected a tensor: use torch.as_tensor({name})")
 
 
 def check_count(name: str, value: int) -> None:

@@ -16,6 +16,7 @@ from modenorm.checks import (
     check_input,
     check_options,
     known_modes,
+    not_a_tensor,
 )
 from modenorm.gates import Gate
 from modenorm.mixing import RunningEstimates
@@ -76,6 +77,8 @@ def mode_norm(
     """
     check_input(x)
     check_affine(weight, bias, x)
+    if not (isinstance(gates, Tensor) or callable(gates)):
+        raise not_a_tensor("gates", gates)
     estimates = None
     if (running_mean is None) != (running_var is None):
         given, missing = "running_mean", "running_var"

@@ -12,7 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from modenorm.buffers import Float32Buffers, members, recomputing, running_dtype
-from modenorm.checks import Options, check_choice, check_count, check_eps, check_options
+from modenorm.checks import (
+    Options,
+    check_choice,
+    check_count,
+    check_eps,
+    check_options,
+    not_a_tensor,
+)
 from modenorm.exchange import Ranks, in_use
 from modenorm.gates import GateFactory, make_gate, reset_gate
 from modenorm.listeners import Heard
@@ -143,11 +150,8 @@ class ModeNorm(Heard, Float32Buffers):
         estimates = None
         if mean is not None and var is not None:
             estimates = RunningEstimates(mean, var, *counts)
-        if gates is not None and tuple(gates.shape) != (x.shape[0], self.num_modes):
-            raise ValueError(
-                f"gates have shape {tuple(gates.shape)}; expected ({x.shape[0]}, {self.num_modes}):"
-                f" one row per sample, one column per mode"
-            )
+        if gates is not None:
+            self._check_gates(gates, x)
         training = self.training and not (self.statistics_frozen and estimates is not None)
         ranks = in_use(self.ranks) if training else None
         options = Options(
@@ -182,6 +186,15 @@ class ModeNorm(Heard, Float32Buffers):
                 f"{type(self).__name__} was made for num_features={self.num_features} channels; "
                 f"got {x.shape[1]} in shape {tuple(x.shape)}: make it for {x.shape[1]}, or move "
                 f"channels to the second place"
+            )
+
+    def _check_gates(self, gates: Tensor, x: Tensor) -> None:
+        if not isinstance(gates, Tensor):
+            raise not_a_tensor("gates", gates)
+        if tuple(gates.shape) != (x.shape[0], self.num_modes):
+            raise ValueError(
+                f"gates have shape {tuple(gates.shape)}; expected ({x.shape[0]}, {self.num_modes}):"
+                f" one row per sample, one column per mode"
             )
 
     def extra_repr(self) -> str:
