@@ -187,6 +187,16 @@ def test_a_training_without_modes_has_one_name(command: Command) -> None:
     assert len(find_runs(Path("runs"))) == 1
 
 
+def test_options_that_make_no_difference_are_told(command: Command) -> None:
+    code, _, notes = command("train", *SHORT, "--norm", "bn", "--modes", "2", "--compile")
+    assert code == 0
+    assert "--modes 2 is ignored: bn has no modes.\n" in notes
+    assert "--compile is ignored: models are compiled on GPUs only.\n" in notes
+    code, _, notes = command("train", *SHORT, "--modes", "2")
+    assert code == 0
+    assert "ignored" not in notes
+
+
 def test_automatic_modes_need_no_norm(command: Command) -> None:
     code, out, _ = command(
         "train", *SHORT, "--modes", "auto", "--max-modes", "3", "--sparsity", "0.05"
@@ -225,7 +235,13 @@ def test_imagenet_is_looked_for_among_the_data(command: Command) -> None:
         (["--modes", "²"], "--modes is '²', expected a number"),
         (["--modes", "*=2,*=3"], "each pattern may be there once"),
         (["--options", "tanh"], "expected NAME=VALUE"),
-        (["--options", "colour=1"], "colour"),
+        (["--options", "colour=1"], "'colour', but lenet has only activation, pool: leave it"),
+        (
+            ["--model", "resnet20", "--options", "eps=0"],
+            "options has 'eps', but resnet20 has none: leave it",
+        ),
+        (["--dataset", ""], "dataset is '', but must be the name of a data set"),
+        (["--norm", "gn", "--groups", "5"], "doesn't divide the 6 channels of a layer: set --gro"),
         (["--options", "activation=[1]"], "unknown activation [1]; known: relu"),
         (["--model", "nin", "--options", "dropout=half"], "must be in [0, 1), got 'half'"),
         (["--device", "tpu"], "unknown device 'tpu'"),

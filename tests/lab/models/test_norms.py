@@ -50,7 +50,7 @@ def test_mode_norms():
 def test_groups():
     assert make_norm("ln", 6, groups=3).num_groups == 1
     assert make_norm("gn", 6, groups=3).num_groups == 3
-    with pytest.raises(ValueError, match="divisible"):
+    with pytest.raises(ValueError, match="set --groups"):
         make_norm("gn", 6, groups=4)
 
 

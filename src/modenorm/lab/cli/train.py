@@ -1,7 +1,6 @@
 """`modenorm train` and `modenorm runs`."""
 
 import dataclasses
-import json
 import time
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from modenorm.lab.cli.settings import MAX_MODES, assignment, ignored, integers, modes_settings
 from modenorm.lab.cli.shown import make_console, make_table, name_column
 from modenorm.lab.data import NAMES
 from modenorm.lab.experiments.paper import located
@@ -34,7 +34,6 @@ _schedule = partial(
     typer.Option, rich_help_panel="How long and how fast (the paper's recipe unless given)"
 )
 _machine = partial(typer.Option, rich_help_panel="Where")
-MAX_MODES = 8  # of --modes auto
 MOST_SHOWN = 9
 WIDE = 100
 """Columns of a terminal that has room for more than the error, the speed and the time left."""
@@ -147,14 +146,14 @@ def train_command(
         "running_momentum": running_momentum,
         "unit": unit,
         "total": total,
-        "milestones": None if milestones is None else _integers(milestones),
+        "milestones": None if milestones is None else integers(milestones),
         "eval_every": eval_every,
         "dtype": dtype,
         "channels_last": channels_last,
     }
     config = recipe(
         model,
-        **_modes(norm, modes, max_modes, sparsity),
+        **modes_settings(norm, modes, max_modes, sparsity),
         groups=groups,
         where=where,
         gate=gate,
@@ -162,11 +161,14 @@ def train_command(
         sync=sync,
         compile=compile,
         seed=seed,
-        options=dict(_assignment(text) for text in options),
+        options=dict(assignment(text) for text in options),
         **{name: value for name, value in given.items() if value is not None},
     )
     if dataset is None:
         config = located(config, data)
+    told = make_console(stderr=True, quiet=not started_ranks().leads)
+    for note in ignored(config, modes, device):
+        told.print(note, soft_wrap=True)
     configs = [dataclasses.replace(config, seed=seed + i) for i in range(seeds)]
     machine = {
         "data_dir": data,
@@ -319,67 +321,3 @@ def _show(outcomes: list[Outcome], console: Console) -> None:
         )
     if table.row_count:
         console.print(table)
-
-
-def _integers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part.replace("_", "")) for part in text.split(",") if part.strip())
-    except ValueError:
-        raise ValueError(f"--milestones is {text!r}, expected whole numbers like 80,120") from None
-
-
-def _modes(
-    norm: str | None, text: str | None, max_modes: int | None, sparsity: float | None
-) -> dict[str, Any]:
-    """The settings that --norm and --modes stand for.
-
-    >>> _modes("mn", "stage1.*=4,*=2", None, None)
-    {'norm': 'mn', 'modes': {'stage1.*': 4, '*': 2}}
-    """
-    if text == "auto":
-        return _automatic_modes(norm, max_modes, sparsity)
-    for name, value in (("--max-modes", max_modes), ("--sparsity", sparsity)):
-        if value is not None:
-            raise ValueError(f"{name} is {value}, but it is for --modes auto alone: leave it out")
-    norm = norm or ("bn" if text is None else "mn")
-    if text is None:
-        return {"norm": norm}
-    modes = int(text) if text.isdecimal() else _modes_of_layers(text)
-    if norm not in ("mn", "mgn"):  # a training without modes has one name
-        return {"norm": norm}
-    return {"norm": norm, "modes": modes}
-
-
-def _automatic_modes(
-    norm: str | None, max_modes: int | None, sparsity: float | None
-) -> dict[str, Any]:
-    if norm not in (None, "mn"):
-        raise ValueError(f"--norm is {norm}, but --modes auto is for mn alone: use --norm mn")
-    sparsity = DEFAULT_SPARSITY if sparsity is None else sparsity
-    if not sparsity > 0:
-        raise ValueError(f"sparsity is {sparsity}; --modes auto needs a --sparsity above 0")
-    return {"norm": "mn", "modes": max_modes or MAX_MODES, "sparsity": sparsity}
-
-
-def _modes_of_layers(text: str) -> dict[str, int]:
-    pairs = [tuple(map(str.strip, part.rpartition("=")[::2])) for part in text.split(",")]
-    if not all(name and number.isdecimal() for name, number in pairs):
-        raise ValueError(
-            f"--modes is {text!r}, expected a number, auto, or numbers for layers such as "
-            "stage1.*=4,*=2"
-        )
-    found = {name: int(number) for name, number in pairs}
-    if len(found) < len(pairs):
-        raise ValueError(f"--modes is {text!r}, but each pattern may be there once: remove one")
-    return found
-
-
-def _assignment(text: str) -> tuple[str, Any]:
-    """Read NAME=VALUE; the value is JSON where it can be, and text otherwise."""
-    name, equals, value = text.partition("=")
-    if not (name and equals):
-        raise ValueError(f"--options is {text!r}, expected NAME=VALUE, such as activation=sigmoid")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value

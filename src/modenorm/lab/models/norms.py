@@ -50,6 +50,11 @@ def make_norm(
         case "ln":
             return nn.GroupNorm(1, num_features, eps=eps)
         case "gn":
+            if num_features % groups:
+                raise ValueError(
+                    f"groups is {groups}, which doesn't divide the {num_features} channels of a "
+                    f"layer: set --groups to a number that does"
+                )
             return nn.GroupNorm(groups, num_features, eps=eps)
         case "mn":
             gate = _gate_factory(gate)

@@ -110,6 +110,8 @@ class TrainConfig:
         object.__setattr__(self, "milestones", tuple(self.milestones))
         for name in ("batch", "groups", "total", "eval_every"):
             _require(self, name, getattr(self, name) >= 1, "at least 1")
+        named = bool(self.dataset.strip())
+        _require(self, "dataset", named, "the name of a data set, or folder:PATH")
         large = self.image_size is None or self.image_size >= 1
         _require(self, "image_size", large, "at least 1")
         counts = self.modes.values() if isinstance(self.modes, dict) else (self.modes,)
@@ -127,10 +129,7 @@ class TrainConfig:
         for name, known in CHOICES.items():
             rule = f"one of {', '.join(known)}"
             _require(self, name, getattr(self, name) in known, rule)
-        taken = _options_of(self.model)
-        _require(
-            self, "options", self.options.keys() <= taken, f"of {sorted(taken)} for this model"
-        )
+        self._check_options()
         rising = list(self.milestones) == sorted({m for m in self.milestones if m >= 1})
         _require(self, "milestones", rising, "above 0 and in rising order, such as 80,120")
         if self.stream:
@@ -140,6 +139,12 @@ class TrainConfig:
             _require(self, "image_size", self.image_size is not None, "given to stream")
             resized = self.crop == "resized" or not self.augment
             _require(self, "crop", resized, "resized to augment what is streamed")
+
+    def _check_options(self) -> None:
+        taken = _options_of(self.model)
+        for name in sorted(self.options.keys() - taken):
+            known = f"only {', '.join(sorted(taken))}" if taken else "none"
+            raise ValueError(f"options has {name!r}, but {self.model} has {known}: leave it out")
 
     @property
     def run_id(self) -> str:
