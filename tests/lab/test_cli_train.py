@@ -197,6 +197,18 @@ def test_options_that_make_no_difference_are_told(command: Command) -> None:
     assert "ignored" not in notes
 
 
+def test_modes_say_what_they_want_to_see(command: Command) -> None:
+    Path("notes.txt").write_text("some words\n")
+    Path("runs").mkdir()
+    for path, says in (("notes.txt", "is not a checkpoint"), ("runs", "not the folder of a run")):
+        code, _, message = command("modes", path)
+        assert code == 2
+        assert f"{path} is" in message
+        assert says in message
+        assert "give a run's folder or its checkpoint.safetensors" in message
+        assert "restore" not in message
+
+
 def test_automatic_modes_need_no_norm(command: Command) -> None:
     code, out, _ = command(
         "train", *SHORT, "--modes", "auto", "--max-modes", "3", "--sparsity", "0.05"

@@ -87,7 +87,7 @@ def modes_command(
     kind = output.suffix.lower()
     if kind not in (".html", *PICTURES):
         raise ValueError(f"--output is {output}; its name must end in .html or .png")
-    file = path / "checkpoint.safetensors" if path.is_dir() else path
+    file = _checkpoint_at(path)
     model, checkpoint = load_model(file, choose_device(device))
     name = dataset or checkpoint.config.dataset
     gallery, report = _look(model, checkpoint, name, data, layers=layer, count=count)
@@ -102,6 +102,22 @@ def modes_command(
         write_picture(contact_sheet(gallery), output)
     console.print(report.table())
     console.print(f"{output} shows what each mode claims", soft_wrap=True)
+
+
+def _checkpoint_at(path: Path) -> Path:
+    """The checkpoint of a run's folder, or the file itself, unless it can't be one."""
+    wanted = "give a run's folder or its checkpoint.safetensors"
+    if path.is_dir():
+        file = path / "checkpoint.safetensors"
+        if not file.exists():
+            raise ValueError(f"{path} is not the folder of a run with a checkpoint: {wanted}")
+        return file
+    if path.is_file() and path.suffix != ".safetensors":
+        with path.open("rb") as opened:
+            start = opened.read(9)
+        if start[8:] != b"{":  # after the header's length
+            raise ValueError(f"{path} is not a checkpoint: {wanted}")
+    return path
 
 
 def _look(
