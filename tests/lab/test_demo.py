@@ -132,7 +132,7 @@ def test_modes_of_a_streamed_run_are_those_of_its_evaluation(tmp_path):
 def test_bad_arguments_are_told_in_a_sentence(tmp_path):
     for arguments, words in (
         (["modes", str(tmp_path), "-o", "x.gif"], "must end in .html or .png"),
-        (["modes", str(tmp_path)], "does not exist"),
+        (["modes", str(tmp_path)], "is not the folder of a run with a checkpoint"),
         (["report", str(tmp_path / "none")], "is not a folder"),
     ):
         result = CliRunner().invoke(app, arguments)
