@@ -168,6 +168,7 @@ def _noise(form: Form, count: int) -> ImageSet:
 
 def main() -> None:
     """Compile the forms given as JSON, one after the other, and leave a mark for each."""
+    os.nice(10)  # who feeds the device comes first
     device, folder = torch.device(sys.argv[1]), Path(sys.argv[2])
     for config, classes, size, *others in json.load(sys.stdin):
         form = Form(TrainConfig.from_json(config), classes, tuple(size), *others)
