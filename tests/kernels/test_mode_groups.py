@@ -25,9 +25,9 @@ def seed():
 @pytest.fixture(params=[2, 4])
 def groups(request, monkeypatch):
     """Programs take so many modes at any size."""
-    monkeypatch.setattr(gpu_mixing, "GROUPED", 1)
-    for name in ("STATISTICS_GROUP", "BACKWARD_GROUP"):
-        monkeypatch.setattr(gpu_mixing, name, request.param)
+    for what in ("STATISTICS", "BACKWARD"):
+        monkeypatch.setattr(gpu_mixing, f"{what}_GROUPED", 1)
+        monkeypatch.setattr(gpu_mixing, f"{what}_GROUP", request.param)
     plans, launches = mode_plan._plans, gpu_mixing_parts._launches
     plans.clear(), launches.cache_clear()
     yield
@@ -83,17 +83,23 @@ def test_running_estimates(device, what, running, groups, monkeypatch):
         gates[:, 1] = 0
     given = ((mean, var, gates), finite, running, running[1])
     found = statistics(*given)
-    monkeypatch.setattr(gpu_mixing, "GROUPED", NEVER)
+    monkeypatch.setattr(gpu_mixing, "STATISTICS_GROUPED", NEVER)
     for i, (value, wanted) in enumerate(zip(found, statistics(*given), strict=True)):
         assert_close(value, wanted, 1e-6, f"result {i}")
 
 
 @pytest.mark.parametrize(
-    ("size", "grouped"), [((256, 2048, 2), True), ((257, 2048, 8), False), ((256, 64, 8), False)]
+    ("size", "grouped"),
+    [
+        ((256, 2048, 4), [True, True]),
+        ((256, 2048, 2), [True, False]),
+        ((256, 8192, 1), [False, False]),
+        ((257, 2048, 8), [False, False]),
+        ((256, 64, 8), [False, False]),
+    ],
 )
 def test_when(size, grouped):
-    mixing = Mixing(
-        *size[:2], 49, size[2], 1e-5, 0.1, True, (True,) * 3, (False,) * 4, False, False
-    )
-    for launch in (mixing.statistics, mixing.modes_backward):
-        assert launch.kernel.__name__.startswith("group_") == grouped
+    options = (1e-5, 0.1, True, (True,) * 3, (False,) * 4, False, False)
+    mixing = Mixing(*size[:2], 49, size[2], *options)
+    kernels = [launch.kernel.__name__ for launch in (mixing.statistics, mixing.modes_backward)]
+    assert [name.startswith("group_") for name in kernels] == grouped

@@ -26,7 +26,7 @@ from modenorm.kernels.launch import Launch
 
 __all__ = ["Mixing"]
 
-GROUPED = 4096
+STATISTICS_GROUPED, BACKWARD_GROUPED = 4096, 8192
 """Channels times modes from which programs that sum over samples take several modes."""
 MOST_GROUPED = 256
 """Samples that such a program can hold."""
@@ -91,11 +91,12 @@ class Mixing:
             _warps(modes, wide, 64),
             direct,
         )
-        grouped = 1 < num_modes >= GROUPED / num_channels and num_samples <= MOST_GROUPED
+        size = num_channels * num_modes if num_modes > 1 and num_samples <= MOST_GROUPED else 0
         statistics: Cut = (statistics_kernel, by_mode, (walk, block), 4 if many else 8)
         backward: Cut = (modes_backward_kernel, by_mode, (short_walk, block), 4)
-        if grouped:
+        if size >= STATISTICS_GROUPED:
             statistics = (group_statistics_kernel, *_groups(*sizes, STATISTICS_GROUP))
+        if size >= BACKWARD_GROUPED:
             backward = (group_backward_kernel, *_groups(*sizes, BACKWARD_GROUP))
         kernel, grid, tile, warps = statistics
         constants: tuple[int, ...] = (*running, has_usage, *tile)

@@ -47,7 +47,6 @@ def group_statistics_kernel(
 ):
     """Means and variances of a group of modes in a block of channels, and their running update."""
     begin(OVERLAPS)
-    first = tl.program_id(1) * GROUP
     channels, modes, mask_c, mask_k, offs, mask = _places(num_channels, num_modes, GROUP, BLOCK_C)
     samples = tl.arange(0, BLOCK_N)
     mask_n = samples < num_samples
@@ -57,7 +56,7 @@ def group_statistics_kernel(
         finite = tl.min(tl.load(finite_ptr + samples, mask=mask_n, other=1.0), 0)
     mean = load_rows(mean_ptr, samples, channels, mask_n, mask_c, num_channels)
     var = load_rows(var_ptr, samples, channels, mask_n, mask_c, num_channels)
-    gates = _gates_of(gates_ptr, first, samples, mask_n, num_modes, GROUP)
+    gates = _of_modes(gates_ptr + samples * num_modes, mask_n, 1, num_modes, GROUP)
     masses = _over_samples(gates, GROUP)
     mode_means = _over(_over_samples(_weighted(gates, mean, GROUP), GROUP), masses, GROUP)
     sums = _weighted_spread(gates, mean, var, mode_means, GROUP)
@@ -78,7 +77,7 @@ def group_statistics_kernel(
         tl.store(running_var_ptr + offs, new_var, mask=mask & enough[None, :])
         tl.store(running_mean_ptr + offs, new_mean, mask=mask & enough[None, :])
         if tl.program_id(0) == 0:
-            if HAS_TRACKED and first == 0:
+            if HAS_TRACKED and tl.program_id(1) == 0:
                 tl.store(tracked_ptr, tl.load(tracked_ptr) + finite.to(tl.int64))
             if HAS_SHARE:
                 share = tl.load(running_share_ptr + modes, mask=mask_k, other=0.0)
@@ -114,7 +113,6 @@ def group_backward_kernel(
 ):
     """Gradients of the statistics of a group of modes in a block of channels."""
     begin(OVERLAPS)
-    first = tl.program_id(1) * GROUP
     channels, modes, mask_c, mask_k, offs, mask = _places(num_channels, num_modes, GROUP, BLOCK_C)
     mode_var = tl.load(mode_var_ptr + offs, mask=mask, other=1.0)
     divisor = tl.maximum(tl.load(mass_ptr + modes, mask=mask_k, other=1.0), TINY)[None, :]
@@ -124,13 +122,13 @@ def group_backward_kernel(
             weight = tl.load(weight_ptr + offs, mask=mask, other=0.0)
         else:
             weight = tl.load(weight_ptr + channels, mask=mask_c, other=0.0)[:, None]
-    mode_means = _rows_of(mode_mean_ptr, first, channels, mask_c, num_channels, num_modes, GROUP)
+    mode_means = _of_modes(mode_mean_ptr + channels, mask_c, num_channels, num_modes, GROUP)
     samples = tl.arange(0, BLOCK_N)
     mask_n = samples < num_samples
     mean = load_rows(mean_ptr, samples, channels, mask_n, mask_c, num_channels)
     dscale = load_rows(dscale_ptr, samples, channels, mask_n, mask_c, num_channels)
     dshift = load_rows(dshift_ptr, samples, channels, mask_n, mask_c, num_channels)
-    gates = _gates_of(gates_ptr, first, samples, mask_n, num_modes, GROUP)
+    gates = _of_modes(gates_ptr + samples * num_modes, mask_n, 1, num_modes, GROUP)
     t = _weighted_pull(gates, mean, dscale, dshift, mode_means, GROUP)
     t, e = _pairs_over_samples(t, _weighted(gates, dshift, GROUP), GROUP)
     store_mode_gradients(
@@ -140,7 +138,7 @@ def group_backward_kernel(
     if HAS_BIAS:
         if PER_MODE:
             tl.store(dbias_ptr + offs, _side_by_side(e, GROUP), mask=mask)
-        elif first == 0:
+        elif tl.program_id(1) == 0:
             tl.store(dbias_ptr + channels, tl.sum(dshift, 0), mask=mask_c)
 
 
@@ -155,25 +153,13 @@ def _places(num_channels, num_modes, GROUP: tl.constexpr, BLOCK_C: tl.constexpr)
 
 
 @triton.jit
-def _gates_of(gates_ptr, first, samples, mask_n, num_modes, GROUP: tl.constexpr):
-    """Gates of some samples, for each mode of a group; the last one's where there are fewer."""
-    gates = ()
+def _of_modes(ptrs, mask, step, num_modes, GROUP: tl.constexpr):
+    """A vector for each mode of a group, so far apart; the last one's where there are fewer."""
+    found = ()
     for i in tl.static_range(GROUP):
-        mode = tl.minimum(first + i, num_modes - 1)
-        more = tl.load(gates_ptr + samples * num_modes + mode, mask=mask_n, other=0.0)
-        gates = gates + (more,)
-    return gates
-
-
-@triton.jit
-def _rows_of(ptr, first, channels, mask_c, num_channels, num_modes, GROUP: tl.constexpr):
-    """Rows of a (K, C) array in the same way."""
-    rows = ()
-    for i in tl.static_range(GROUP):
-        mode = tl.minimum(first + i, num_modes - 1)
-        more = tl.load(ptr + mode * num_channels + channels, mask=mask_c, other=0.0)
-        rows = rows + (more,)
-    return rows
+        mode = tl.minimum(tl.program_id(1) * GROUP + i, num_modes - 1)
+        found = found + (tl.load(ptrs + mode * step, mask=mask, other=0.0),)
+    return found
 
 
 @triton.jit
