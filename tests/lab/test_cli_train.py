@@ -159,7 +159,7 @@ def test_errors_of_done_runs_are_those_of_the_result(command: Command) -> None:
 def test_settings_reach_the_configuration(command: Command) -> None:
     code, _, _ = command(
         "train", *SHORT, "--milestones", "2,3", "--augment", "--weight-decay", "0.001",
-        "--options", "activation=tanh", "--modes", "4", "--norm", "mgn", "--gate", "standardized",
+        "--options", "activation=tanh", "--modes", "4", "--norm", "mn", "--gate", "standardized",
     )  # fmt: skip
     assert code == 0
     (run,) = find_runs(Path("runs"))
@@ -168,7 +168,7 @@ def test_settings_reach_the_configuration(command: Command) -> None:
     assert config.augment
     assert config.weight_decay == 0.001
     assert config.options == {"activation": "tanh"}
-    assert (config.norm, config.modes, config.gate) == ("mgn", 4, "standardized")
+    assert (config.norm, config.modes, config.gate) == ("mn", 4, "standardized")
 
 
 def test_modes_per_layer_are_read_back(command: Command) -> None:
@@ -182,19 +182,20 @@ def test_modes_per_layer_are_read_back(command: Command) -> None:
 
 
 def test_a_training_without_modes_has_one_name(command: Command) -> None:
-    for modes in ("2", "4"):
-        assert command("train", *SHORT, "--norm", "bn", "--modes", modes)[0] == 0
+    for more in (["--modes", "2"], ["--modes", "4"], ["--groups", "4"], ["--variance", "pixel"]):
+        assert command("train", *SHORT, "--norm", "bn", *more)[0] == 0
     assert len(find_runs(Path("runs"))) == 1
 
 
 def test_options_that_make_no_difference_are_told(command: Command) -> None:
     code, _, notes = command("train", *SHORT, "--norm", "bn", "--modes", "2", "--compile")
     assert code == 0
-    assert "--modes 2 is ignored: bn has no modes.\n" in notes
+    assert "--modes 2 is ignored: it is for mn and mgn alone.\n" in notes
     assert "--compile is ignored: models are compiled on GPUs only.\n" in notes
-    code, _, notes = command("train", *SHORT, "--modes", "2")
+    code, _, notes = command("train", *SHORT, "--modes", "2", "--gate", "linear", "--groups", "4")
     assert code == 0
-    assert "ignored" not in notes
+    assert "--groups 4 is ignored: it is for gn alone.\n" in notes
+    assert notes.count("ignored") == 1
 
 
 def test_modes_say_what_they_want_to_see(command: Command) -> None:

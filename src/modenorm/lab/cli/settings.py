@@ -9,17 +9,21 @@ from modenorm.lab.training import TrainConfig
 from modenorm.lab.training.closing import DEFAULT_SPARSITY
 
 MAX_MODES = 8  # of --modes auto
+NORMS_WITH = {"modes": ("mn", "mgn"), "groups": ("gn",), "gate": ("mn",), "variance": ("mgn",)}
+"""The norms that an option is for."""
 
 
-def ignored(config: TrainConfig, modes: str | None, device: str | None) -> list[str]:
+def ignored(config: TrainConfig, of_norms: dict[str, Any], device: str | None) -> list[str]:
     """A sentence for each option that makes no difference.
 
-    >>> ignored(TrainConfig(model="nin", dataset="cifar10", compile=True), "2", "cpu")
-    ['--modes 2 is ignored: bn has no modes.', '--compile is ignored: ...']
+    >>> ignored(TrainConfig(model="nin", dataset="cifar10"), {"modes": 2, "gate": None}, "cpu")
+    ['--modes 2 is ignored: it is for mn and mgn alone.']
     """
-    notes = []
-    if modes is not None and config.norm not in ("mn", "mgn"):
-        notes.append(f"--modes {modes} is ignored: {config.norm} has no modes.")
+    notes = [
+        f"--{name} {value} is ignored: it is for {' and '.join(NORMS_WITH[name])} alone."
+        for name, value in of_norms.items()
+        if value is not None and config.norm not in NORMS_WITH[name]
+    ]
     on_cpu = not torch.cuda.is_available() if device is None else device.startswith("cpu")
     if config.compile and on_cpu:
         notes.append("--compile is ignored: models are compiled on GPUs only.")
@@ -51,9 +55,21 @@ def modes_settings(
     if text is None:
         return {"norm": norm}
     modes = int(text) if text.isdecimal() else _modes_of_layers(text)
-    if norm not in ("mn", "mgn"):  # a training without modes has one name
-        return {"norm": norm}
     return {"norm": norm, "modes": modes}
+
+
+def settings_of_norm(settings: dict[str, Any]) -> dict[str, Any]:
+    """Without what is not given, or not for this norm: so a training has one name.
+
+    >>> settings_of_norm({"norm": "gn", "modes": 4, "groups": 2, "gate": None})
+    {'norm': 'gn', 'groups': 2}
+    """
+    norm = settings["norm"]
+    return {
+        name: value
+        for name, value in settings.items()
+        if value is not None and norm in NORMS_WITH.get(name, (norm,))
+    }
 
 
 def _automatic_modes(

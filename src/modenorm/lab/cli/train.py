@@ -18,7 +18,14 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from modenorm.lab.cli.settings import MAX_MODES, assignment, ignored, integers, modes_settings
+from modenorm.lab.cli.settings import (
+    MAX_MODES,
+    assignment,
+    ignored,
+    integers,
+    modes_settings,
+    settings_of_norm,
+)
 from modenorm.lab.cli.shown import make_console, make_table, name_column
 from modenorm.lab.data import NAMES
 from modenorm.lab.experiments.paper import located
@@ -66,12 +73,16 @@ def train_command(
         help="How much taking modes away may change the outputs, for --modes auto; "
         f"{DEFAULT_SPARSITY:g} unless given.",
     ),
-    groups: int = _model(2, help="Groups of gn."),
+    groups: int | None = _model(None, help="Groups of gn, 2 unless given."),
     where: str = _model("all", help="Replace all norms of the model, or only the first."),
-    gate: str = _model(
-        "linear", help="Gating network of mn: linear (the paper's) or standardized."
+    gate: str | None = _model(
+        None,
+        help="Gating network of mn: linear (the paper's) or standardized; linear unless given.",
     ),
-    variance: str = _model("pooled", help="Variance of mgn: pooled (the paper's text) or pixel."),
+    variance: str | None = _model(
+        None,
+        help="Variance of mgn: pooled (the paper's text) or pixel; pooled unless given.",
+    ),
     options: list[str] = _model(
         [],
         help="A further setting of the model, NAME=VALUE; may be repeated.",
@@ -151,13 +162,11 @@ def train_command(
         "dtype": dtype,
         "channels_last": channels_last,
     }
+    of_norms = {"groups": groups, "gate": gate, "variance": variance}
     config = recipe(
         model,
-        **modes_settings(norm, modes, max_modes, sparsity),
-        groups=groups,
+        **settings_of_norm({**modes_settings(norm, modes, max_modes, sparsity), **of_norms}),
         where=where,
-        gate=gate,
-        variance=variance,
         sync=sync,
         compile=compile,
         seed=seed,
@@ -167,7 +176,7 @@ def train_command(
     if dataset is None:
         config = located(config, data)
     told = make_console(stderr=True, quiet=not started_ranks().leads)
-    for note in ignored(config, modes, device):
+    for note in ignored(config, {"modes": modes, **of_norms}, device):
         told.print(note, soft_wrap=True)
     configs = [dataclasses.replace(config, seed=seed + i) for i in range(seeds)]
     machine = {
