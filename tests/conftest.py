@@ -6,7 +6,10 @@ import pytest
 import torch
 
 import modenorm
-from modenorm.kernels import cpp_module, cpp_node, native_channels, native_node
+from modenorm.kernels.c import mode_group_norm as c_mode_group_norm
+from modenorm.kernels.c import mode_norm as c_mode_norm
+from modenorm.kernels.cpp import module as cpp_module
+from modenorm.kernels.cpp import node as cpp_node
 from world import SIZE, World
 
 torch.set_num_threads(1)
@@ -30,8 +33,8 @@ def use_python_nodes(monkeypatch):
 
     def use():
         monkeypatch.setattr(cpp_node, "make", lambda *args, **kwargs: None)
-        native_node._plans.clear()
-        native_channels._nodes.clear()
+        c_mode_norm._plans.clear()
+        c_mode_group_norm._nodes.clear()
 
     return use
 

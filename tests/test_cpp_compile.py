@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import modenorm
-from modenorm.kernels import cpp_module, native_node
+from modenorm.kernels.c import mode_norm as c_mode_norm
+from modenorm.kernels.cpp import module as cpp_module
 from test_cpp_node import SHAPE, is_cpp
 
 pytestmark = pytest.mark.skipif(
@@ -132,7 +133,7 @@ def test_layers_do_not_wait_for_the_compiler(monkeypatch, tmp_path):
     layer, x = modenorm.ModeNorm2d(3), torch.randn(SHAPE, requires_grad=True)
     found = builder(monkeypatch, tmp_path, CXX=script(tmp_path, "sleep 600"))
     monkeypatch.setattr(cpp_module, "_builder", lambda: found)
-    native_node._plans.clear()
+    c_mode_norm._plans.clear()
     y = layer(x)
     y.backward(torch.randn(SHAPE))
     assert not is_cpp(y)
@@ -172,7 +173,7 @@ def test_two_processes_share_one_compilation(tmp_path):
     compiler = script(tmp_path, f'echo one >> {counter}; sleep 3; cp {made} "$target"')
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "CXX": compiler}
     environment["PYTHONPATH"] = str(Path(modenorm.__file__).parents[1])
-    command = "from modenorm.kernels import cpp_module; print(cpp_module.autograd_nodes())"
+    command = "import modenorm.kernels as k; print(k.autograd_nodes())"
     racers = [
         subprocess.Popen([sys.executable, "-c", command], env=environment, stdout=subprocess.PIPE)
         for _ in range(2)

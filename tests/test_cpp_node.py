@@ -9,7 +9,9 @@ from torch.utils.checkpoint import checkpoint
 
 import modenorm
 from compare import make_layer
-from modenorm.kernels import cpp_module, cpp_node, native_node
+from modenorm.kernels.c import mode_norm as c_mode_norm
+from modenorm.kernels.cpp import module as cpp_module
+from modenorm.kernels.cpp import node as cpp_node
 from test_cpu_kernels import OPTIONS
 
 pytestmark = pytest.mark.skipif(
@@ -200,7 +202,7 @@ def test_a_checkpoint_may_be_repeated_by_the_other_node(first, layer, x, monkeyp
     def use(kind):
         chosen = make if kind == "C++" else lambda *args, **kwargs: None
         monkeypatch.setattr(cpp_node, "make", chosen)
-        native_node._plans.clear()
+        c_mode_norm._plans.clear()
 
     use(first)
     y = checkpoint(layer, x, use_reentrant=False)
@@ -225,12 +227,12 @@ def test_compiled_autograd(layer, x):
 def test_graphs_outlive_plans(layer, x):
     y, upstream = layer(x), torch.randn(SHAPE)
     expected = torch.autograd.grad(y, x, upstream, retain_graph=True)[0]
-    native_node._plans.clear()
+    c_mode_norm._plans.clear()
     assert torch.equal(torch.autograd.grad(y, x, upstream)[0], expected)
 
 
 def test_the_number_of_nodes_is_limited(layer, x, monkeypatch):
-    native_node._plans.clear()
+    c_mode_norm._plans.clear()
     monkeypatch.setattr(cpp_node, "_made", cpp_node.MOST_NODES)
     assert not is_cpp(layer(x))
 

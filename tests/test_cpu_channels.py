@@ -9,7 +9,7 @@ import torch
 import modenorm
 from compare import assert_close
 from modenorm import kernels
-from modenorm.kernels import native_channels
+from modenorm.kernels.c import mode_group_norm as c_mode_group_norm
 
 pytestmark = pytest.mark.skipif(
     not kernels.cpu_kernels().startswith("compiled"), reason=kernels.cpu_kernels()
@@ -35,8 +35,8 @@ def _empty_memory_is_nan():
 def counted(monkeypatch):
     """How often the node was taken."""
     calls = itertools.count()
-    node = native_channels._node
-    monkeypatch.setattr(native_channels, "_node", lambda *given: (next(calls), node(*given))[1])
+    node = c_mode_group_norm._node
+    monkeypatch.setattr(c_mode_group_norm, "_node", lambda *given: (next(calls), node(*given))[1])
     return lambda: next(calls)
 
 
@@ -163,7 +163,7 @@ def test_a_double_backward():
 
 def test_what_c_does_not_take_is_left_to_operators(counted):
     x = tensor((3, 6, 4, 4))
-    many = modenorm.ModeGroupNorm(6, native_channels.MOST_MODES + 1)
+    many = modenorm.ModeGroupNorm(6, c_mode_group_norm.MOST_MODES + 1)
     assert many(x).isfinite().all()
     with modenorm.use_backend("eager"):
         layer_for(6, 2)(x)

@@ -12,7 +12,8 @@ import torch
 
 import modenorm
 from modenorm import kernels
-from modenorm.kernels import compiled, native
+from modenorm.kernels import build
+from modenorm.kernels.c import library as c_library
 
 pytestmark = pytest.mark.skipif(
     not kernels.cpu_kernels().startswith("compiled"), reason=kernels.cpu_kernels()
@@ -21,15 +22,15 @@ SOURCE = Path(modenorm.__file__).parents[1]
 
 
 def forget():
-    native.library.cache_clear()
-    native._function.cache_clear()
+    c_library.library.cache_clear()
+    c_library._function.cache_clear()
 
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """An empty cache, a compiler that is in a hurry, and nothing loaded."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(native, "FLAGS", ("-O0", *native.FLAGS[1:]))
+    monkeypatch.setattr(c_library, "FLAGS", ("-O0", *c_library.FLAGS[1:]))
     forget()
     yield tmp_path / "modenorm"
     monkeypatch.undo()
@@ -61,7 +62,7 @@ def counted(monkeypatch) -> list:
         return run(command, *args, **kwargs)
 
     run = subprocess.run
-    monkeypatch.setattr(native.subprocess, "run", listening)
+    monkeypatch.setattr(c_library.subprocess, "run", listening)
     return commands
 
 
@@ -79,19 +80,19 @@ def test_it_is_compiled_once(cache, monkeypatch):
 
 @pytest.mark.parametrize("what", ["FLAGS", "SOURCES", "processor", "compiler"])
 def test_anything_new_makes_another_file(what, cache, tmp_path, monkeypatch):
-    before = native._key(native._compiler())
+    before = c_library._key(c_library._compiler())
     if what == "FLAGS":
-        monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, "-g"))
+        monkeypatch.setattr(c_library, "FLAGS", (*c_library.FLAGS, "-g"))
     elif what == "SOURCES":
         changed = tmp_path / "cpu_layer.c"
-        changed.write_bytes(native.SOURCES[0].read_bytes() + b" ")
-        monkeypatch.setattr(native, "SOURCES", (changed, *native.SOURCES[1:]))
+        changed.write_bytes(c_library.SOURCES[0].read_bytes() + b" ")
+        monkeypatch.setattr(c_library, "SOURCES", (changed, *c_library.SOURCES[1:]))
     elif what == "processor":
-        monkeypatch.setattr(native, "_processor", lambda: "another")
+        monkeypatch.setattr(c_library, "_processor", lambda: "another")
     else:
-        shutil.copy(native._compiler()[0], tmp_path / "cc")
+        shutil.copy(c_library._compiler()[0], tmp_path / "cc")
         monkeypatch.setenv("CC", str(tmp_path / "cc"))
-    assert native._key(native._compiler()) != before
+    assert c_library._key(c_library._compiler()) != before
 
 
 @pytest.mark.parametrize("damage", ["truncated", "empty", "one byte", "not a library", "a folder"])
@@ -108,7 +109,7 @@ def test_a_damaged_file_is_never_loaded(damage, cache, monkeypatch):
         path.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
     elif damage == "not a library":  # whole, by its name, and made elsewhere
         path.write_bytes(b"something else")
-        path.rename(path.with_name(f"{path.stem.split('-')[0]}-{compiled._digest(path)}.so"))
+        path.rename(path.with_name(f"{path.stem.split('-')[0]}-{build._digest(path)}.so"))
     else:
         path.mkdir()
     forget()
@@ -121,8 +122,8 @@ def test_a_damaged_file_is_never_loaded(damage, cache, monkeypatch):
 def test_a_file_of_somebody_else_is_not_loaded(cache, monkeypatch):
     path = path_of_library()
     forget()
-    monkeypatch.setattr(compiled.os, "getuid", lambda: path.stat().st_uid + 1)
-    assert compiled._kept(path.stem.split("-")[0]) == []
+    monkeypatch.setattr(build.os, "getuid", lambda: path.stat().st_uid + 1)
+    assert build._kept(path.stem.split("-")[0]) == []
 
 
 def test_a_cache_that_cannot_be_written(cache, tmp_path):
@@ -177,8 +178,8 @@ def test_a_compiler_that_is_no_command_is_passed_over(cache, monkeypatch):
 
 
 def test_switched_off(cache, monkeypatch):
-    monkeypatch.setenv(native.SWITCH, "0")
-    assert kernels.cpu_kernels() == f"torch operators: {native.SWITCH}=0"
+    monkeypatch.setenv(c_library.SWITCH, "0")
+    assert kernels.cpu_kernels() == f"torch operators: {c_library.SWITCH}=0"
     assert_works()
     assert not cache.exists()
 
@@ -205,7 +206,7 @@ def test_a_compiler_that_fails_is_reported_once(script, cache, tmp_path, monkeyp
 
 def test_a_compiler_that_does_not_know_this_processor(cache, tmp_path, monkeypatch):
     picky = tmp_path / "picky"
-    compiler = native._compiler()[0]
+    compiler = c_library._compiler()[0]
     picky.write_text(f'#!/bin/sh\ncase "$*" in *native*) exit 1;; esac\nexec {compiler} "$@"\n')
     picky.chmod(0o700)
     monkeypatch.setenv("CC", str(picky))
@@ -214,11 +215,11 @@ def test_a_compiler_that_does_not_know_this_processor(cache, tmp_path, monkeypat
 
 
 def test_where_torch_has_no_openmp(cache, monkeypatch):
-    monkeypatch.setattr(native, "_team", lambda: None)
-    assert kernels.runs_native(torch.ones(2, 2))
+    monkeypatch.setattr(c_library, "_team", lambda: None)
+    assert kernels.runs_c(torch.ones(2, 2))
     torch.set_num_threads(2)
     try:
-        assert not kernels.runs_native(torch.ones(2, 2))  # torch's operators have two
+        assert not kernels.runs_c(torch.ones(2, 2))  # torch's operators have two
         assert kernels.cpu_kernels() == "torch operators: one thread only"
     finally:
         torch.set_num_threads(1)
@@ -236,8 +237,9 @@ def start(code: str, **environment: str) -> subprocess.Popen:
 
 RACE = """
 import torch, modenorm
-from modenorm.kernels import native, cpu_kernels
-native.FLAGS = ("-O0", *native.FLAGS[1:])
+from modenorm.kernels import cpu_kernels
+from modenorm.kernels.c import library
+library.FLAGS = ("-O0", *library.FLAGS[1:])
 modenorm.ModeNorm2d(3)(torch.randn(4, 3, 5, 5)).sum().backward()
 print(cpu_kernels())
 """

@@ -9,7 +9,11 @@ from torch import nn
 import modenorm
 from compare import assert_close, assert_same, make_layer, one_hot, run, run_reference
 from modenorm import functional, kernels
-from modenorm.kernels import cpu, mixing_parts, native, native_mixing, native_node, native_passes
+from modenorm.kernels import torch_mixing, torch_passes
+from modenorm.kernels.c import library as c_library
+from modenorm.kernels.c import mixing as c_mixing
+from modenorm.kernels.c import mode_norm as c_mode_norm
+from modenorm.kernels.c import passes as c_passes
 
 pytestmark = pytest.mark.skipif(
     not kernels.cpu_kernels().startswith("compiled"), reason=kernels.cpu_kernels()
@@ -62,8 +66,8 @@ def results(found):
 def test_each_pass(shape, layout, name):
     x = tensor(shape, layout)
     arguments = PASSES[name](x, torch.randn_like(x), torch.randn(4, *shape[:2]))
-    found = results(getattr(native_passes, name)(*arguments))
-    wanted = results(getattr(cpu, name)(*(array.double() for array in arguments)))
+    found = results(getattr(c_passes, name)(*arguments))
+    wanted = results(getattr(torch_passes, name)(*(array.double() for array in arguments)))
     for actual, expected in zip(found, wanted, strict=True):
         assert actual.dtype == torch.float32
         assert actual.stride() == expected.stride()
@@ -73,7 +77,7 @@ def test_each_pass(shape, layout, name):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_mean_alone(layout):
     x = tensor((3, 5, 6, 7), layout)
-    mean, var = native_passes.moments(x, with_var=False)
+    mean, var = c_passes.moments(x, with_var=False)
     assert var is None
     assert_close(mean, x.double().mean((2, 3)), 1e-6)
 
@@ -83,12 +87,12 @@ def test_the_mean_alone(layout):
 def test_long_rows_stay_accurate(side, layout):
     x, dy = tensor((1, 3, side, side), layout, 100.0), tensor((1, 3, side, side), layout, 1.0)
     exact = x.double()
-    mean, var = native_passes.moments(x)
+    mean, var = c_passes.moments(x)
     assert_close(mean, exact.mean((2, 3)), 1e-7)
     assert_close(var, exact.var((2, 3), correction=0), 2e-7)
     for actual, expected in zip(
-        native_passes.reduce_backward(dy, x, mean),
-        cpu.reduce_backward(dy.double(), exact, mean.double()),
+        c_passes.reduce_backward(dy, x, mean),
+        torch_passes.reduce_backward(dy.double(), exact, mean.double()),
         strict=True,
     ):
         assert_close(actual, expected, 1e-6)
@@ -98,7 +102,7 @@ def test_long_rows_stay_accurate(side, layout):
 def test_a_large_mean_costs_no_digits(layout):
     x = (torch.randn(4, 3, 40, 40) + 1e6).to(memory_format=LAYOUTS[layout])
     x[:, 1, :2] = 0  # and rows that begin far from their mean
-    mean, var = native_passes.moments(x)
+    mean, var = c_passes.moments(x)
     assert_close(mean, x.double().mean((2, 3)), 1e-7)
     for channel in range(3):
         expected = x[:, channel].double().flatten(1).var(1, correction=0)
@@ -128,10 +132,8 @@ def test_each_part_of_the_mixing(n, c, k, per_mode):
 
     tensors = (mean, var, gates, weight, bias, dscale, dshift)
     doubles = (None if t is None else t.double() for t in tensors)
-    wanted = parts(mixing_parts, *doubles)
-    for i, (actual, expected) in enumerate(
-        zip(parts(native_mixing, *tensors), wanted, strict=True)
-    ):
+    wanted = parts(torch_mixing, *doubles)
+    for i, (actual, expected) in enumerate(zip(parts(c_mixing, *tensors), wanted, strict=True)):
         assert (actual is None) == (expected is None)
         if actual is not None:
             assert_close(actual, expected, 2e-5, f"result {i}")
@@ -141,13 +143,13 @@ def calls(monkeypatch):
     """The names of the functions called in C."""
     names = []
 
-    original = native.call_at
+    original = c_library.call_at
 
     def listening(name, *args):
         names.append(name)
         return original(name, *args)
 
-    for module in (native, native_node):
+    for module in (c_library, c_mode_norm):
         monkeypatch.setattr(module, "call_at", listening)
     return names
 
@@ -222,7 +224,7 @@ def test_nan_and_infinity(bad, layout):
     assert y[:, 2].isnan().all()  # as batch norm has it
     assert x.grad[:, 2].isnan().all()
     assert all(torch.equal(buffer, before[name]) for name, buffer in layer.named_buffers())
-    mean, var = native_passes.moments(x.detach())
+    mean, var = c_passes.moments(x.detach())
     assert not mean[1, 2].isfinite()
     assert var[1, 2].isnan()
     assert mean[0].isfinite().all()

@@ -16,14 +16,16 @@ from modenorm.kernels.layout import interpreting  # noqa: E402
 if interpreting():
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from modenorm.kernels import gpu_entropy, gpu_mixing_parts, gpu_switches  # noqa: E402
-from modenorm.kernels import launch as launches  # noqa: E402
-from modenorm.kernels.gpu import Geometry, Passes  # noqa: E402
-from modenorm.kernels.gpu_channels import ChannelMixing  # noqa: E402
-from modenorm.kernels.gpu_inference import inference_launch  # noqa: E402
-from modenorm.kernels.gpu_mixing import MOST_GROUPED, Mixing  # noqa: E402
-from modenorm.kernels.gpu_several import launch_for  # noqa: E402
-from modenorm.kernels.tiles import inference_tile, lines_for  # noqa: E402
+from modenorm.kernels.gpu import entropy as gpu_entropy  # noqa: E402
+from modenorm.kernels.gpu import launch as launches  # noqa: E402
+from modenorm.kernels.gpu import mixing as gpu_mixing  # noqa: E402
+from modenorm.kernels.gpu import switches as gpu_switches  # noqa: E402
+from modenorm.kernels.gpu.inference import inference_launch  # noqa: E402
+from modenorm.kernels.gpu.mixing_launches import MOST_GROUPED, Mixing  # noqa: E402
+from modenorm.kernels.gpu.mode_group_mixing import ChannelMixing  # noqa: E402
+from modenorm.kernels.gpu.passes import Geometry, Passes  # noqa: E402
+from modenorm.kernels.gpu.several import launch_for  # noqa: E402
+from modenorm.kernels.gpu.tiles import inference_tile, lines_for  # noqa: E402
 from modenorm.lab.layers import (  # noqa: E402
     avg_pool,
     batch_norm,
@@ -211,7 +213,7 @@ def test_sums_over_ragged_rows_read_wide(positions, dtype, monkeypatch, tmp_path
 def test_parts_of_the_mixing_compile(affine, monkeypatch):
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     monkeypatch.setattr(launches, "can_overlap", lambda: True)
-    parts = gpu_mixing_parts._launches.__wrapped__((8, 24, 3), 1e-5, affine, 0, True)
+    parts = gpu_mixing._launches.__wrapped__((8, 24, 3), 1e-5, affine, 0, True)
     for launch in all_launches(parts):
         assert "griddepcontrol.wait" in compile_for(launch, 90).asm["ptx"], launch.kernel.__name__
 

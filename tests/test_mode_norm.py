@@ -21,7 +21,7 @@ from compare import (
 )
 from marks import TRAINING
 from modenorm import functional
-from modenorm.kernels import cpu
+from modenorm.kernels import torch_passes
 
 SHAPES = [(5, 3), (5, 3, 7), (5, 3, 4, 5), (4, 3, 2, 3, 5)]
 
@@ -116,7 +116,7 @@ def test_output_and_gradient_keep_the_memory_format(layout, memory_format, train
 @TRAINING
 @pytest.mark.parametrize("num_positions", [4, 25])
 def test_chunks_of_the_cpu_passes(num_positions, training, monkeypatch):
-    monkeypatch.setattr(cpu, "CHUNK", 64)  # several samples, or less than one, at a time
+    monkeypatch.setattr(torch_passes, "CHUNK", 64)  # several samples, or less than one, at a time
     layer = make_layer(5, 2, 3).train(training)
     x, upstream = data(7, 5, num_positions), torch.randn(7, 5, num_positions).double()
     with modenorm.use_backend("fused"):

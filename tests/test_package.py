@@ -14,7 +14,7 @@ import pytest
 
 import modenorm
 from modenorm import functional, gates, reference
-from modenorm.kernels import native
+from modenorm.kernels.c import library as c_library
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "modenorm"
@@ -52,10 +52,16 @@ def test_public_names():
     assert gates.__all__ == ["LinearGate", "StandardizedGate", "make_gate"]
 
 
+def source_files(folder):
+    found = [path for path in folder.rglob("*") if path.suffix in (".py", ".c", ".h", ".cpp")]
+    return [path for path in found if path.stem != "__init__"]
+
+
 def test_the_map_of_the_kernels_names_every_file():
-    rows = [line for line in modenorm.kernels.__doc__.splitlines() if line.startswith("    ")]
+    folder, lines = SOURCE / "kernels", modenorm.kernels.__doc__.partition("to read it:")[2]
+    rows = [line for line in lines.splitlines() if line.startswith("    ")]
     names = [name for row in rows for name in row.strip().split("  ")[0].split(", ")]
-    files = {path.stem for path in (SOURCE / "kernels").iterdir() if path.is_file()} - {"__init__"}
+    files = {path.relative_to(folder).with_suffix("").as_posix() for path in source_files(folder)}
     unknown = {file for file in files if not any(fnmatch(file, name) for name in names)}
     assert not unknown
     assert all(any(fnmatch(file, name) for file in files) for name in names)
@@ -193,7 +199,7 @@ def test_wheel_installs_into_an_empty_environment(tmp_path):
     (wheel,) = tmp_path.glob("modenorm-*.whl")
     with zipfile.ZipFile(wheel) as packed:
         names = {Path(name).name for name in packed.namelist()}
-    assert {path.name for path in native.SOURCES} <= names
+    assert {path.name for path in c_library.SOURCES} <= names
     empty = tmp_path / "empty"
     venv.create(empty, with_pip=True)
     python = empty / "bin" / "python"

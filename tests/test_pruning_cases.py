@@ -370,16 +370,16 @@ def test_trials_compile_no_kernels():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_pruning_on_a_gpu():
     """As on a CPU, and without a launch for a number of modes that is only tried."""
-    from modenorm.kernels import mode_plan
+    from modenorm.kernels.gpu import mode_norm_plan
 
     found = []
     for device in ("cpu", "cuda"):
         model, x = small_model().to(device), images(200).to(device)
         for _ in range(50):
             model(x)
-        launched = set(mode_plan._plans)
+        launched = set(mode_norm_plan._plans)
         found.append(prune_modes(model, [x], 0.05))
-        assert set(mode_plan._plans) == launched
+        assert set(mode_norm_plan._plans) == launched
     cpu, gpu = found
     assert [layer.after for layer in cpu.layers] == [layer.after for layer in gpu.layers]
     assert gpu.change == pytest.approx(cpu.change, abs=1e-4)

@@ -18,21 +18,20 @@ from modenorm.buffers import recomputing
 from modenorm.checks import Options, check_input, check_options, masked
 from modenorm.gates import Gate, LinearGate, is_the_papers, logits_of
 from modenorm.kernels import (
-    channel_arrays,
-    channel_operators,
     choose_backend,
     mixing_node,
-    native_channels,
-    native_node,
-    operators,
+    mode_group_norm_arrays,
     plain,
-    runs_native,
+    runs_c,
     runs_triton,
     streaming,
 )
-from modenorm.kernels.channel_arrays import Given
+from modenorm.kernels.c import mode_group_norm as c_mode_group_norm
+from modenorm.kernels.c import mode_norm as c_mode_norm
+from modenorm.kernels.gpu import mode_group_norm_operator, mode_norm_operator
 from modenorm.kernels.layout import statistics_dtype
-from modenorm.kernels.mode_arrays import Found, Inputs, fits
+from modenorm.kernels.mode_group_norm_arrays import Given
+from modenorm.kernels.mode_norm_arrays import Found, Inputs, fits
 from modenorm.mixing import RunningEstimates, autocasting, product
 
 __all__ = ["normalize_channels", "normalize_modes"]
@@ -153,16 +152,16 @@ def normalize_channels(
             )
             pooled, _ = plain.moments(x, with_var=False)
             return y.to(x.dtype), torch.softmax(pooled[..., None] * gate_weight + gate_bias, -1)
-        if channel_arrays.fits(x, len(gate_weight), weight, bias):
+        if mode_group_norm_arrays.fits(x, len(gate_weight), weight, bias):
             given = Given(gate_weight, gate_bias, weight, bias, eps, variance == "pixel")
             if backend == "fused" and runs_triton(x):
-                from modenorm.kernels import fused_channels
+                from modenorm.kernels.gpu import mode_group_norm as gpu_mode_group_norm
 
-                return fused_channels.mode_group_norm(x, given, gates_matter)
-            if backend == "fused" and native_channels.fits(x, given):
-                return native_channels.mode_group_norm(x, given, gates_matter)
-            if torch.compiler.is_compiling() and operators.available(x):
-                return channel_operators.mode_group_norm(x, given, gates_matter)
+                return gpu_mode_group_norm.mode_group_norm(x, given, gates_matter)
+            if backend == "fused" and c_mode_group_norm.fits(x, given):
+                return c_mode_group_norm.mode_group_norm(x, given, gates_matter)
+            if torch.compiler.is_compiling() and mode_norm_operator.available(x):
+                return mode_group_norm_operator.mode_group_norm(x, given, gates_matter)
         mean, var, _, affine = _moments(x, backend, None, with_var=variance == "pixel")
         scale, shift, gates = mixing.channel_modes(
             mean, var, gate_weight, gate_bias, weight, bias, eps
@@ -176,27 +175,27 @@ def _known_gates(call: _Call) -> bool:
 
 
 def _by_one_node(call: _Call) -> Found | None:
-    """By kernels/fused.py or native_node.py, which have the paper's gate and given gates."""
+    """By mode_norm.py of kernels/gpu or kernels/c, which have the paper's gate and given gates."""
     x, options = call.x, call.options
     if not call.from_batch and (torch.is_grad_enabled() or isinstance(call.gates, Tensor)):
         return None
     if not _known_gates(call):
         return None
     found = _fused_modes(call) if runs_triton(x) else None
-    if found is None and options.ranks is None and runs_native(x):
-        found = native_node.mode_norm(x, *_inputs(call, x.dtype), call.estimates, options)
+    if found is None and options.ranks is None and runs_c(x):
+        found = c_mode_norm.mode_norm(x, *_inputs(call, x.dtype), call.estimates, options)
     return found
 
 
 def _fused_modes(call: _Call) -> Found | None:
-    from modenorm.kernels import fused
+    from modenorm.kernels.gpu import mode_norm as gpu_mode_norm
 
     estimates, options = call.estimates, call.options
     if estimates is not None and not options.training:
-        return fused.mode_norm_inference(call.x, _triton_inputs(call), estimates, options)
+        return gpu_mode_norm.mode_norm_inference(call.x, _triton_inputs(call), estimates, options)
     if estimates is not None and options.momentum is None:
         return None
-    return fused.mode_norm(call.x, _triton_inputs(call), estimates, options)
+    return gpu_mode_norm.mode_norm(call.x, _triton_inputs(call), estimates, options)
 
 
 def _compiled_modes(call: _Call) -> Found | None:
@@ -206,7 +205,7 @@ def _compiled_modes(call: _Call) -> Found | None:
     """
     if not call.from_batch or call.mask is not None or call.options.ranks is not None:
         return None
-    compiling = torch.compiler.is_compiling() and operators.available(call.x)
+    compiling = torch.compiler.is_compiling() and mode_norm_operator.available(call.x)
     if not (compiling and _known_gates(call)):
         return None
     inputs = _triton_inputs(call)
@@ -214,7 +213,7 @@ def _compiled_modes(call: _Call) -> Found | None:
         return None
     moves = call.options.training and not recomputing()
     estimates = call.estimates if moves else None
-    return operators.mode_norm(call.x, inputs, estimates, call.options)
+    return mode_norm_operator.mode_norm(call.x, inputs, estimates, call.options)
 
 
 def _inputs(call: _Call, dtype: torch.dtype) -> Inputs:

@@ -8,8 +8,10 @@ from test_fused import assert_close, tensor
 
 import modenorm
 from modenorm import mixing
-from modenorm.kernels import channel_operators, channel_plan, cpp_operator, operators, plain
-from modenorm.kernels.channel_arrays import Given
+from modenorm.kernels import plain
+from modenorm.kernels.cpp import operator as cpp_operator
+from modenorm.kernels.gpu import mode_group_norm_operator, mode_group_norm_plan, mode_norm_operator
+from modenorm.kernels.mode_group_norm_arrays import Given
 
 
 def plainly(x, given, gates_matter):
@@ -31,7 +33,7 @@ def test_against_plain_operators(device, channels_last, gates_matter, weight, bi
     parameters = [p if use else None for p, use in zip(parameters, used, strict=True)]
     pull = torch.randn(7, 20, 3, device=device)
     found = []
-    for function in (channel_operators.mode_group_norm, plainly):
+    for function in (mode_group_norm_operator.mode_group_norm, plainly):
         inputs = [None if t is None else t.clone().requires_grad_() for t in (x, *parameters)]
         y, gates = function(inputs[0], Given(*inputs[1:], 1e-5, pixel), gates_matter)
         leaves = [t for t in inputs if t is not None]
@@ -48,18 +50,18 @@ def test_operator_registration(device, pixel):
     given = (torch.randn(2, device=device), torch.randn(2, device=device), None, None)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     forward = (x, *given, 1e-5, pixel)
-    torch.library.opcheck(channel_operators.statistics, forward, test_utils=checks)
-    gates, kept, _ = channel_operators.statistics(*forward)
+    torch.library.opcheck(mode_group_norm_operator.statistics, forward, test_utils=checks)
+    gates, kept, _ = mode_group_norm_operator.statistics(*forward)
     for dgates in (torch.zeros_like(gates), None):
         backward = (dy, dgates, x, *given, kept, 1e-5, pixel)
-        torch.library.opcheck(channel_operators.gradients, backward, test_utils=checks)
+        torch.library.opcheck(mode_group_norm_operator.gradients, backward, test_utils=checks)
 
 
 @pytest.mark.parametrize("heard", [False, True], ids=["alone", "heard"])
 @pytest.mark.parametrize("variance", ["pooled", "pixel"])
 def test_traced_layers(device, monkeypatch, variance, heard):
     """Traced as one graph, with the activation around it, as on a GPU but without Inductor."""
-    monkeypatch.setattr(operators, "available", lambda x: True)
+    monkeypatch.setattr(mode_norm_operator, "available", lambda x: True)
     monkeypatch.setattr(cpp_operator, "cpp_module", lambda: None)  # which needs no plans
     torch.manual_seed(0)
     x, dy = (tensor((6, 8, 3, 3), device, torch.float32, True) for _ in range(2))
@@ -74,11 +76,11 @@ def test_traced_layers(device, monkeypatch, variance, heard):
         return y, *gates
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    channel_plan._plan.cache_clear()
+    mode_group_norm_plan._plan.cache_clear()
     for function, module in ((compiled, model), (step, twin)):
         leaf = x.detach().requires_grad_()
         y, *gates = function(module, leaf)
-        assert channel_plan._plan.cache_info().currsize == 1  # not by plain operators
+        assert mode_group_norm_plan._plan.cache_info().currsize == 1  # not by plain operators
         penalty = sum((g**2).sum() for g in gates)
         inputs = [leaf, *module.parameters()]
         found.append([y, *torch.autograd.grad((y * dy).sum() + penalty, inputs)])

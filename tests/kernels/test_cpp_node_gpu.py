@@ -7,7 +7,9 @@ import torch
 from test_fused import layer_for, tensor
 
 import modenorm
-from modenorm.kernels import channel_plan, cpp_module, cpp_operator, mode_plan
+from modenorm.kernels.cpp import module as cpp_module
+from modenorm.kernels.cpp import operator as cpp_operator
+from modenorm.kernels.gpu import mode_group_norm_plan, mode_norm_plan
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SHAPES = [(6, 8, 5, 5), (4, 16, 8, 8), (7, 3)]
@@ -45,7 +47,7 @@ def everything(layer, x, upstream):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_same_bits_from_the_second_step_on(shape, dtype, last, device):
-    mode_plan._plans.clear()
+    mode_norm_plan._plans.clear()
     layer, x = layer_for(shape, 3, device), tensor(shape, device, dtype, last)
     upstream = torch.randn_like(x)
     first, expected = everything(layer, x, upstream)
@@ -59,7 +61,7 @@ def test_same_bits_from_the_second_step_on(shape, dtype, last, device):
 @pytest.mark.parametrize("variance", ["pooled", "pixel"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_mode_group_norm(dtype, variance, device):
-    channel_plan._plan.cache_clear()
+    mode_group_norm_plan._plan.cache_clear()
     layer = modenorm.ModeGroupNorm(8, 3, variance=variance).to(device)
     x = tensor((6, 8, 5, 5), device, dtype, False)
     upstream = torch.randn_like(x)

@@ -355,12 +355,12 @@ def test_results_repeat(device):
 
 def test_plain_operators_where_triton_refuses(device, monkeypatch):
     from modenorm import kernels
-    from modenorm.kernels import gpu
+    from modenorm.kernels.gpu import passes as gpu_passes
 
     def refuse(*_):
         raise RuntimeError("no such architecture")
 
-    monkeypatch.setattr(gpu, "moments", refuse)
+    monkeypatch.setattr(gpu_passes, "moments", refuse)
     kernels._triton_works.cache_clear()
     layer = layer_for((4, 3, 5, 5), 2, device)
     x = tensor((4, 3, 5, 5), device, torch.float32, False)

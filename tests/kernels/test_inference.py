@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import modenorm
-from modenorm.kernels import mode_plan, tiles
-from modenorm.kernels.gpu import Geometry
-from modenorm.kernels.plan import geometry_of
-from modenorm.kernels.tiles import in_pieces, one_launch
+from modenorm.kernels.gpu import mode_norm_plan, tiles
+from modenorm.kernels.gpu.passes import Geometry
+from modenorm.kernels.gpu.plan import geometry_of
+from modenorm.kernels.gpu.tiles import in_pieces, one_launch
 
 SHAPES = {
     "2d": (6, 37),
@@ -33,9 +33,9 @@ def seed():
 
 @pytest.fixture
 def planned_anew():
-    mode_plan._plans.clear()
+    mode_norm_plan._plans.clear()
     yield
-    mode_plan._plans.clear()
+    mode_norm_plan._plans.clear()
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def test_several_launches_give_the_same(device, several_launches, channels_last)
     wanted = outputs(layer, x)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "LARGEST_SAMPLE", 1 << 20)
-        mode_plan._plans.clear()
+        mode_norm_plan._plans.clear()
         assert_right(layer, x)
         torch.testing.assert_close(outputs(layer, x), wanted, atol=3e-6, rtol=3e-6)
 

@@ -7,8 +7,10 @@ import torch
 from test_fused import layer_for
 
 import modenorm
-from modenorm.kernels import channel_arrays, gpu, layout, mode_plan
-from modenorm.kernels.launch import Launch
+from modenorm.kernels import layout, mode_group_norm_arrays
+from modenorm.kernels.gpu import mode_norm_plan
+from modenorm.kernels.gpu import passes as gpu_passes
+from modenorm.kernels.gpu.launch import Launch
 from modenorm.kernels.layout import interpreting
 
 large = pytest.mark.skipif(interpreting(), reason="too large for the interpreter")
@@ -69,16 +71,16 @@ def test_one_axis(shape, last, device, monkeypatch):
     rows = [torch.randn(shape[:2], device=device) for _ in range(4)]
 
     def passes():
-        gpu._passes.cache_clear()
-        moments, sums = gpu.moments(x), gpu.reduce_backward(dy, x, rows[0])
-        maps = gpu.apply(x, *rows[:3]), gpu.apply_backward(dy, x, *rows)
+        gpu_passes._passes.cache_clear()
+        moments, sums = gpu_passes.moments(x), gpu_passes.reduce_backward(dy, x, rows[0])
+        maps = gpu_passes.apply(x, *rows[:3]), gpu_passes.apply_backward(dy, x, *rows)
         return *moments, *sums, *maps
 
     expected = passes()
-    monkeypatch.setattr(gpu, "LONGEST_AXIS", 1)
-    assert gpu._axes(3, 2, 5) == ((30,), True)
+    monkeypatch.setattr(gpu_passes, "LONGEST_AXIS", 1)
+    assert gpu_passes._axes(3, 2, 5) == ((30,), True)
     assert all(map(torch.equal, passes(), expected))
-    gpu._passes.cache_clear()
+    gpu_passes._passes.cache_clear()
 
 
 @pytest.fixture
@@ -91,14 +93,14 @@ def launched(monkeypatch):
         launch(this, *given)
 
     monkeypatch.setattr(Launch, "__call__", listening)
-    mode_plan._plans.clear()
+    mode_norm_plan._plans.clear()
     yield names
-    mode_plan._plans.clear()
+    mode_norm_plan._plans.clear()
 
 
 def outcome_with_at_most(rows, layer, x, dy, monkeypatch):
     """Of kernels that count so many rows."""
-    for module in (layout, channel_arrays):
+    for module in (layout, mode_group_norm_arrays):
         monkeypatch.setattr(module, "MOST_ROWS", rows)
     return outcome(layer, x, dy)
 

@@ -9,9 +9,10 @@ from test_fused import MODES, assert_close, gradients, layer_for, tensor
 from torch import nn
 
 import modenorm
-from modenorm.kernels import device as devices
-from modenorm.kernels import gpu_mixing_parts, mixing_node, mixing_parts
-from modenorm.kernels.launch import Launch
+from modenorm.kernels import mixing_node, torch_mixing
+from modenorm.kernels.gpu import device as devices
+from modenorm.kernels.gpu import mixing as gpu_mixing
+from modenorm.kernels.gpu.launch import Launch
 
 PARTS = ("statistics", "coefficients", "mode_gradients", "sample_gradients")
 AFFINE = {"shared": {}, "per mode": {"per_mode_affine": True}, "none": {"affine": False}}
@@ -44,8 +45,8 @@ def called(monkeypatch):
         return call
 
     for name in PARTS:
-        part = getattr(gpu_mixing_parts, name)
-        monkeypatch.setattr(gpu_mixing_parts, name, listening(name, part))
+        part = getattr(gpu_mixing, name)
+        monkeypatch.setattr(gpu_mixing, name, listening(name, part))
     return names
 
 
@@ -72,7 +73,7 @@ def run_parts(of, mean, var, gates, weight, bias, *upstream):
 def compare_parts(given):
     doubles = (None if t is None else t.double() for t in given)
     before = [None if t is None else t.clone() for t in given]
-    found, wanted = run_parts(gpu_mixing_parts, *given), run_parts(mixing_parts, *doubles)
+    found, wanted = run_parts(gpu_mixing, *given), run_parts(torch_mixing, *doubles)
     for i, (value, expected) in enumerate(zip(found, wanted, strict=True)):
         assert (value is None) == (expected is None)
         if value is not None:

@@ -5,8 +5,9 @@ import torch
 from test_fused import assert_close, compare_training
 from test_mixing_parts import AFFINE, arrays, compare_parts
 
-from modenorm.kernels import gpu_mixing, gpu_mixing_parts, mode_plan
-from modenorm.kernels.gpu_mixing import Mixing
+from modenorm.kernels.gpu import mixing as gpu_mixing
+from modenorm.kernels.gpu import mixing_launches, mode_norm_plan
+from modenorm.kernels.gpu.mixing_launches import Mixing
 
 NEVER = 1 << 30
 RUNNING = [
@@ -26,9 +27,9 @@ def seed():
 def groups(request, monkeypatch):
     """Programs take so many modes at any size."""
     for what in ("STATISTICS", "BACKWARD"):
-        monkeypatch.setattr(gpu_mixing, f"{what}_GROUPED", 1)
-        monkeypatch.setattr(gpu_mixing, f"{what}_GROUP", request.param)
-    plans, launches = mode_plan._plans, gpu_mixing_parts._launches
+        monkeypatch.setattr(mixing_launches, f"{what}_GROUPED", 1)
+        monkeypatch.setattr(mixing_launches, f"{what}_GROUP", request.param)
+    plans, launches = mode_norm_plan._plans, gpu_mixing._launches
     plans.clear(), launches.cache_clear()
     yield
     plans.clear(), launches.cache_clear()
@@ -83,7 +84,7 @@ def test_running_estimates(device, what, running, groups, monkeypatch):
         gates[:, 1] = 0
     given = ((mean, var, gates), finite, running, running[1])
     found = statistics(*given)
-    monkeypatch.setattr(gpu_mixing, "STATISTICS_GROUPED", NEVER)
+    monkeypatch.setattr(mixing_launches, "STATISTICS_GROUPED", NEVER)
     for i, (value, wanted) in enumerate(zip(found, statistics(*given), strict=True)):
         assert_close(value, wanted, 1e-6, f"result {i}")
 

@@ -9,8 +9,9 @@ from test_fused import assert_close, layer_for, tensor
 import modenorm
 from modenorm import mixing
 from modenorm.checks import Options
-from modenorm.kernels import operators, plain
-from modenorm.kernels.mode_arrays import Inputs
+from modenorm.kernels import plain
+from modenorm.kernels.gpu import mode_norm_operator
+from modenorm.kernels.mode_norm_arrays import Inputs
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["gate", "gates"])
@@ -60,7 +61,7 @@ def test_against_plain_operators(
 
     found = []
     options = Options(True, momentum, running_update=update, gates_matter=gates_matter, relu=relu)
-    for function in (operators.mode_norm, plainly):
+    for function in (mode_norm_operator.mode_norm, plainly):
         inputs = [
             None if t is None else t.clone().requires_grad_()
             for t in (x, gates, *gate, *parameters)
@@ -85,17 +86,17 @@ def test_operator_registration(device):
     of_gates, of_usage = torch.zeros(4, 2, device=device), torch.zeros(2, device=device)
     for dused, dusage in ((None, of_usage), (of_gates, None)):
         forward = (x, *inputs, *running, 1e-5, 0.1, False, dusage is not None)
-        torch.library.opcheck(operators.statistics, forward, test_utils=checks)
-        kept, lines, *_ = operators.statistics(*forward)
+        torch.library.opcheck(mode_norm_operator.statistics, forward, test_utils=checks)
+        kept, lines, *_ = mode_norm_operator.statistics(*forward)
         for mapped in (None, lines):
             backward = (dy, dused, dusage, x, *inputs, kept, mapped, 1e-5)
-            torch.library.opcheck(operators.gradients, backward, test_utils=checks)
+            torch.library.opcheck(mode_norm_operator.gradients, backward, test_utils=checks)
 
 
 @pytest.mark.parametrize("relu", [False, True], ids=["apart", "own"])
 def test_traced_layers(device, monkeypatch, relu):
     """Traced as one graph, with the activation around it, as on a GPU but without Inductor."""
-    monkeypatch.setattr(operators, "available", lambda x: True)
+    monkeypatch.setattr(mode_norm_operator, "available", lambda x: True)
     torch.manual_seed(0)
     x = tensor((6, 8, 3, 3), device, torch.float32, True)
     parts = [layer_for(x.shape, 3, device) for _ in range(2)]
@@ -135,14 +136,14 @@ def test_a_relu_lets_gradients_of_nan_pass(device):
     gate = (torch.randn(2, 3, device=device), torch.randn(2, device=device))
     leaf = x.clone().requires_grad_()
     options = Options(True, 0.1, relu=True)
-    y, *_ = operators.mode_norm(leaf, Inputs(None, *gate, None, None), None, options)
+    y, *_ = mode_norm_operator.mode_norm(leaf, Inputs(None, *gate, None, None), None, options)
     assert y.isnan().all()
     y.sum().backward()
     assert leaf.grad.isnan().all()
 
 
 def test_traced_gate_with_a_hook(device, monkeypatch):
-    monkeypatch.setattr(operators, "available", lambda x: True)
+    monkeypatch.setattr(mode_norm_operator, "available", lambda x: True)
     torch.manual_seed(0)
     x = tensor((6, 8, 3, 3), device, torch.float32, True)
     layer = layer_for(x.shape, 3, device)

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from modenorm.kernels import gpu
-from modenorm.kernels.device import current_stream
-from modenorm.kernels.gpu import Geometry, Passes
-from modenorm.kernels.tiles import lines_for
+from modenorm.kernels.gpu import passes as gpu_passes
+from modenorm.kernels.gpu.device import current_stream
+from modenorm.kernels.gpu.passes import Geometry, Passes
+from modenorm.kernels.gpu.tiles import lines_for
 
 # samples, channels, positions: odd sizes, less than a program, several, pieces that end with a row
 SHAPES = [(3, 5, 49), (1, 1, 17), (2, 3, 18), (2, 40, 49), (5, 7, 196), (9, 16, 25), (3, 8, 511)]
@@ -40,7 +40,7 @@ def assert_close(found, wanted, dtype):
 def test_apply(arrays, shape, dtype):
     x, _, centre, scale, shift, _ = arrays(shape, dtype)
     wanted = (x.double() - centre[..., None]) * scale[..., None] + shift[..., None]
-    assert_close(gpu.apply(x, centre, scale, shift), wanted, dtype)
+    assert_close(gpu_passes.apply(x, centre, scale, shift), wanted, dtype)
 
 
 @pytest.mark.parametrize("with_x", [True, False], ids=["slope", "none"])
@@ -65,18 +65,18 @@ LINES = [(2, 4, 49), (3, 8, 49), (40, 2, 18), (8, 1, 17), (5, 6, 196), (4, 8, 25
 @pytest.mark.parametrize("shape", LINES, ids=str)
 def test_moments(arrays, shape, dtype, mean):
     x = (arrays(shape, torch.float32)[0] + mean).to(dtype)
-    found_mean, found_var = gpu.moments(x)
+    found_mean, found_var = gpu_passes.moments(x)
     var, wanted = torch.var_mean(x.double(), 2, correction=0)
     assert (found_mean - wanted).abs().max() <= 1e-6 * (1 + mean)
     assert (found_var - var).abs().max() <= 1e-5 * (1 + var.max())
-    assert torch.equal(gpu.moments(x, with_var=False)[0], found_mean)
+    assert torch.equal(gpu_passes.moments(x, with_var=False)[0], found_mean)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("shape", LINES, ids=str)
 def test_reduce_backward(arrays, shape, dtype):
     dy, x, centre, *_ = arrays(shape, dtype)
-    total, product = gpu.reduce_backward(dy, x, centre)
+    total, product = gpu_passes.reduce_backward(dy, x, centre)
     wanted = (dy.double() * (x.double() - centre[..., None])).sum(2)
     assert (total - dy.double().sum(2)).abs().max() < 1e-4
     assert (product - wanted).abs().max() < 1e-4
@@ -89,8 +89,8 @@ def test_what_is_not_finite_stays_in_its_row(arrays, dtype):
         x[2, channel, position] = float("nan")
     expected = torch.zeros(4, 8, dtype=torch.bool, device=x.device)
     expected[2, 3] = expected[2, 5] = True
-    mean, var = gpu.moments(x)
-    _, product = gpu.reduce_backward(dy, x, centre)
+    mean, var = gpu_passes.moments(x)
+    _, product = gpu_passes.reduce_backward(dy, x, centre)
     for found in (mean, var, product):
         assert torch.equal(found.isnan(), expected)
 

@@ -14,21 +14,21 @@ pytest.importorskip("triton")
 from test_fused import layer_for, tensor
 
 import modenorm
-from modenorm.kernels import (
-    channel_plan,
-    cpp_node,
-    cpp_operator,
-    fused,
-    fused_channels,
+from modenorm.kernels.c.library import library
+from modenorm.kernels.cpp import node as cpp_node
+from modenorm.kernels.cpp import operator as cpp_operator
+from modenorm.kernels.cpp.module import cpp_module
+from modenorm.kernels.gpu import (
     launch,
-    mode_plan,
-    operators,
+    mode_group_norm_plan,
+    mode_norm_operator,
+    mode_norm_plan,
     stage,
     tiles,
 )
-from modenorm.kernels.cpp_module import cpp_module
+from modenorm.kernels.gpu import mode_group_norm as gpu_mode_group_norm
+from modenorm.kernels.gpu import mode_norm as gpu_mode_norm
 from modenorm.kernels.layout import interpreting
-from modenorm.kernels.native import library
 from modenorm.substitutes import ModeNormAct2d
 
 if not interpreting():
@@ -72,7 +72,7 @@ class StandIn:
         monkeypatch.setattr(stage, "interpreting", lambda: False)
         monkeypatch.setattr(stage, "current_stream", lambda x: 7)
         monkeypatch.setattr(stage, "DRIVER_IS_KNOWN", True)
-        for module in (fused, fused_channels, cpp_operator):
+        for module in (gpu_mode_norm, gpu_mode_group_norm, cpp_operator):
             monkeypatch.setattr(module, "current_stream", lambda x: 7)
         one_by_one, all_at_once = launch.Launch.__call__, stage.Stage.__call__
         make = cpp_node.make
@@ -174,7 +174,7 @@ class StandIn:
 
 @pytest.fixture
 def stand_in(monkeypatch, nodes):
-    clear = (mode_plan._plans.clear, channel_plan._plan.cache_clear)
+    clear = (mode_norm_plan._plans.clear, mode_group_norm_plan._plan.cache_clear)
     for each in clear:
         each()
     yield StandIn(monkeypatch, nodes)
@@ -276,7 +276,7 @@ LAYERS = {
 @pytest.fixture
 def traced(monkeypatch):
     """Layers as `torch.compile` has them on a GPU, but without Inductor."""
-    monkeypatch.setattr(operators, "available", lambda x: True)
+    monkeypatch.setattr(mode_norm_operator, "available", lambda x: True)
     torch.compiler.reset()
     yield lambda layer: torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=False)
     torch.compiler.reset()
@@ -308,9 +308,9 @@ def test_operators_of_one_tensor_twice(stand_in, nodes):
     """Later ones may be two."""
     x, gate = torch.randn(5, 6, 3, 4), (torch.randn(3, 6), torch.randn(3))
     inputs = (None, *gate, None, None)
-    kept, *_ = operators.statistics(x, *inputs, *(None,) * 4, 1e-5, 0.1, False, False)
+    kept, *_ = mode_norm_operator.statistics(x, *inputs, *(None,) * 4, 1e-5, 0.1, False, False)
     for _ in range(2):
-        operators.gradients(x, None, None, x, *inputs, kept, None, 1e-5)
+        mode_norm_operator.gradients(x, None, None, x, *inputs, kept, None, 1e-5)
     assert stand_in.repeated == 0
 
 
@@ -321,7 +321,7 @@ def test_operators_on_another_gpu(stand_in, monkeypatch):
     monkeypatch.setattr(cpp_operator, "is_elsewhere", lambda x: True)
     given = torch.randn(5, 6, 3, 4), None, torch.randn(3, 6), torch.randn(3), *(None,) * 6
     for _ in range(3):
-        operators.statistics(*given, 1e-5, 0.1, False, False)
+        mode_norm_operator.statistics(*given, 1e-5, 0.1, False, False)
     assert next(remembered) == stand_in.repeated == 0
 
 

@@ -1,21 +1,39 @@
-"""Which path runs: the one place that decides.
+"""Which backend a call gets, and the kernels.
 
-"fused" streams the tensor through hand-written passes (kernels/gpu.py in Triton, native_passes.py
-in C, cpu.py in torch operators), "eager" uses plain differentiable operators (kernels/plain.py),
-"reference" the paper's sums.
+"fused" streams the tensor through hand-written passes (in Triton on a GPU, in C or torch operators
+on a CPU), "eager" uses plain differentiable operators (plain.py), "reference" the paper's sums.
+modenorm/paths.py then picks a whole layer in one autograd node where there is one; streaming.py and
+mixing_node.py serve any gate, with passes and mixing of the folder that `runs_triton` and
+`runs_c` allow.
+
+The same functions in three languages:
+
+                                gpu/ (Triton)       c/ (C)              torch operators
+    the four passes             passes              passes              torch_passes
+    the mixing between them     mixing              mixing              torch_mixing
+    mode norm, one node         mode_norm           mode_norm           plain
+    mode group norm, one node   mode_group_norm     mode_group_norm     plain
+    penalties on modes          switches, entropy   switches, mixing    switches, entropy
 
 This folder, in an order to read it:
 
-    layout, plain               a tensor as samples × channels × positions; all as plain operators
-    streaming, mixing_*         any gate: two autograd nodes, and the mixing between them
-    cpu, cpu_*, native*         the CPU: passes in torch operators; passes and whole layers in C
-    fused*, *_plan, plan        the GPU: a layer as one autograd node, and its launches
-    *_arrays, slab              the memory of these launches
-    gpu, gpu_*, tiles           the kernels in Triton, and how they cut a tensor into tiles
-    launch, stage, device       launches without Triton's dispatch, in one call of C
-    operators, *_operators      for torch.compile on a GPU
-    cpp_*, compiled             nodes and operators in C++; what the system's compiler makes
-    switches, entropy, several  penalties on modes, for all layers of a model at once
+    layout, plain                           a tensor as three axes; everything as plain operators
+    streaming, mixing_node                  any gate: two autograd nodes, the mixing in between
+    torch_passes, torch_mixing              passes and mixing in torch operators
+    *_arrays                                the tensors of a norm that is one node
+    c/*                                     the CPU: C, compiled on first use
+    gpu/passes, gpu/pass_kernels            the GPU: the four passes,
+    gpu/flat_maps, gpu/lines                the same for short rows,
+    gpu/tiles, gpu/common                   their tiles, and how all kernels begin
+    gpu/mixing*, gpu/mode_group_mixing      the mixing
+    gpu/*plan, gpu/slab                     the launches of a layer, and their memory
+    gpu/mode_norm, gpu/mode_group_norm      a layer as one autograd node,
+    gpu/inference                           its evaluation in one launch,
+    gpu/*_operator                          its operators for `torch.compile`
+    gpu/launch, gpu/stage, gpu/device       launches without Triton's dispatch, in one call of C
+    cpp/*, build                            nodes and operators in C++; what a compiler makes, kept
+    switches, entropy, several              penalties on modes, for all layers of a model at once,
+    gpu/switches, gpu/entropy, gpu/several  the same in Triton
 """
 
 from __future__ import annotations
@@ -30,13 +48,15 @@ from torch._C import _are_functorch_transforms_active as transforming
 from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
 from torch.autograd import forward_ad
 
+from modenorm.kernels.c.library import library, takes
+from modenorm.kernels.cpp.module import autograd_nodes
 from modenorm.kernels.layout import can_count, interpreting
-from modenorm.kernels.native import library, takes
 
 __all__ = [
+    "autograd_nodes",
     "choose_backend",
     "cpu_kernels",
-    "runs_native",
+    "runs_c",
     "runs_triton",
     "use_backend",
     "without_compiling",
@@ -123,7 +143,7 @@ def runs_triton(x: Tensor) -> bool:
     return _triton_works(x.get_device())
 
 
-def runs_native(x: Tensor, *others: Tensor | None) -> bool:
+def runs_c(x: Tensor, *others: Tensor | None) -> bool:
     """Whether C takes these: float32 on a CPU, where the code could be compiled."""
     if not takes(x, *others) or x.numel() == 0:
         return False
@@ -139,7 +159,7 @@ def cpu_kernels() -> str:
         True
     """
     found = library()
-    if runs_native(torch.ones(1, dtype=torch.float32, device="cpu")):
+    if runs_c(torch.ones(1, dtype=torch.float32, device="cpu")):
         return f"compiled: {found.about}"
     return f"torch operators: {'one thread only' if found.library else found.about}"
 
@@ -148,10 +168,10 @@ def cpu_kernels() -> str:
 def _triton_works(device: int) -> bool:
     """Whether the kernels can be imported, compiled and run on a device; warns once if not."""
     try:
-        from modenorm.kernels import fused_channels, gpu  # noqa: F401
+        from modenorm.kernels.gpu import mode_group_norm, passes  # noqa: F401
 
         if device >= 0:
-            gpu.moments(torch.zeros(1, 1, 2, 2, device=f"cuda:{device}"))
+            passes.moments(torch.zeros(1, 1, 2, 2, device=f"cuda:{device}"))
     except Exception as error:
         warnings.warn(
             f"modenorm runs plain PyTorch operators on this GPU, because Triton can't be used "

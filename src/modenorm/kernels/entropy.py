@@ -70,7 +70,7 @@ _node = node(_Entropy)
 def _entropies(usages: tuple[Tensor, ...], strength: Tensor) -> tuple[Tensor, Tensor]:
     """The weighted entropy, and its slopes, (layers, K or more)."""
     if strength.dtype == torch.float32 and runs_triton(strength):
-        from modenorm.kernels.gpu_entropy import entropies
+        from modenorm.kernels.gpu.entropy import entropies
 
         return entropies(usages, strength, SMALLEST_USAGE)
     weight, value = -float(strength), 0.0

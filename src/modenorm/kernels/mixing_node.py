@@ -2,8 +2,8 @@
 
 The same numbers as `mixing.batch_statistics` and `mixing.coefficients`, but only (N, C), (N, K) and
 (K, C) arrays are kept for backward: left to autograd, the plain form keeps several (N, K, C) ones,
-which for (N, C) inputs is K times the input. Its parts are in Triton (kernels/gpu_mixing_parts.py),
-in C (kernels/native_mixing.py) or in torch operators (kernels/mixing_parts.py).
+which for (N, C) inputs is K times the input. Its parts are in Triton (kernels/gpu/mixing.py),
+in C (kernels/c/mixing.py) or in torch operators (kernels/torch_mixing.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from modenorm import exchange, mixing
 from modenorm.exchange import Ranks
-from modenorm.kernels import mixing_parts, native_mixing, runs_native, runs_triton
+from modenorm.kernels import runs_c, runs_triton, torch_mixing
+from modenorm.kernels.c import mixing as c_mixing
 from modenorm.kernels.plain import differentiate, only_plain
 
 __all__ = ["mix"]
@@ -124,12 +125,12 @@ def _parts(
     *gradients: Tensor,
 ) -> ModuleType:
     if runs_triton(mean):
-        from modenorm.kernels import gpu_mixing_parts
+        from modenorm.kernels.gpu import mixing as gpu_mixing
 
-        fits = gpu_mixing_parts.takes(mean, var, gates, weight, bias, *gradients)
-        return gpu_mixing_parts if fits else mixing_parts
-    fits = runs_native(mean, var, gates, weight, bias, *gradients)
-    return native_mixing if fits else mixing_parts
+        fits = gpu_mixing.takes(mean, var, gates, weight, bias, *gradients)
+        return gpu_mixing if fits else torch_mixing
+    fits = runs_c(mean, var, gates, weight, bias, *gradients)
+    return c_mixing if fits else torch_mixing
 
 
 def _plain_mix(

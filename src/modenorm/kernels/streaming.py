@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modenorm.kernels import cpu, layout, native_passes, plain, runs_native, runs_triton
+from modenorm.kernels import layout, plain, runs_c, runs_triton, torch_passes
+from modenorm.kernels.c import passes as c_passes
 
 __all__ = ["affine", "moments"]
 
@@ -106,10 +107,10 @@ class _Affine(torch.autograd.Function):
 
 def _passes(x: Tensor, *others: Tensor) -> ModuleType:
     if runs_triton(x):
-        from modenorm.kernels import gpu
+        from modenorm.kernels.gpu import passes as gpu_passes
 
-        return gpu
-    return native_passes if runs_native(x, *others) else cpu
+        return gpu_passes
+    return c_passes if runs_c(x, *others) else torch_passes
 
 
 def _along(values: Tensor, x: Tensor) -> Tensor:

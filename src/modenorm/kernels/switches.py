@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from modenorm.kernels import choose_backend, native_switches, runs_native, runs_triton
+from modenorm.kernels import choose_backend, runs_c, runs_triton
+from modenorm.kernels.c import switches as c_switches
 from modenorm.kernels.plain import differentiate, node, only_plain
 from modenorm.kernels.several import together
 
@@ -88,7 +89,7 @@ def draw_for_biases(
         return None
     if any(t.dtype != torch.float32 or t.device != log_odds.device for t in others):
         return None
-    if not runs_triton(log_odds) and not runs_native(log_odds, *others):
+    if not runs_triton(log_odds) and not runs_c(log_odds, *others):
         return None
     cost, changes, *used = _node(log_odds, strength, random, *together(biases))
     if len(used) < len(biases):
@@ -144,7 +145,7 @@ def _makes_own_noise(like: Tensor) -> bool:
 def _kernels_for(like: Tensor) -> ModuleType:
     """Who draws switches, and differentiates them."""
     if not runs_triton(like):
-        return native_switches
-    from modenorm.kernels import gpu_switches
+        return c_switches
+    from modenorm.kernels.gpu import switches as gpu_switches
 
     return gpu_switches

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import modenorm
 from modenorm import reference
-from modenorm.kernels.cpp_module import autograd_nodes
+from modenorm.kernels.cpp.module import autograd_nodes
 from modenorm.lab.bench.loop import LoopModeNorm
 from modenorm.lab.bench.names import split_name
 from modenorm.lab.bench.timing import alternating, device_time, peak_memory, wall_time

@@ -18,7 +18,7 @@ from modenorm.lab.layers.max_pool import PoolTile, kernels_serve, pooling_launch
 from modenorm.lab.layers.own_kernels import switched_on
 
 if TYPE_CHECKING:
-    from modenorm.kernels.launch import Launch
+    from modenorm.kernels.gpu.launch import Launch
 
 __all__ = ["SPREAD_TILE", "HalvingAvgPool2d"]
 
@@ -62,7 +62,7 @@ def _average(x: Tensor) -> Tensor:
 @torch.library.custom_op("modenorm::avg_spread", mutates_args=())
 def avg_spread(dy: Tensor, height: int, width: int) -> Tensor:
     """The gradient of x (N, C, height, width): a ninth of dy for each pixel of a window."""
-    from modenorm.kernels.device import on_device
+    from modenorm.kernels.gpu.device import on_device
 
     dx = _empty_spread(dy, height, width)
     dy = dy.contiguous(memory_format=torch.channels_last)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from modenorm.kernels.gpu_arrays import begin
+from modenorm.kernels.gpu.common import begin
 from modenorm.lab.layers.max_pool_kernels import windows
 
 __all__ = ["spread_kernel"]

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 from modenorm.buffers import HALF_TYPES
 from modenorm.kernels import plain
-from modenorm.kernels.cpp_operator import Work, repeated
+from modenorm.kernels.cpp.operator import Work, repeated
+from modenorm.kernels.gpu.slab import Slab
 from modenorm.kernels.layout import as_dense, dense_like
-from modenorm.kernels.slab import Slab
 from modenorm.lab.layers.own_kernels import can_run, switched_on
 
 if TYPE_CHECKING:
-    from modenorm.kernels.gpu import Geometry
-    from modenorm.kernels.stage import Split, Stream
+    from modenorm.kernels.gpu.passes import Geometry
+    from modenorm.kernels.gpu.stage import Split, Stream
 
 __all__ = [
     "Plan",
@@ -215,9 +215,9 @@ class Plan:
     def __init__(
         self, geometry: Geometry, eps: float, momentum: float, relu: bool, direct: bool
     ) -> None:
-        from modenorm.kernels.gpu import Passes
-        from modenorm.kernels.launch import Launch
-        from modenorm.kernels.stage import Stage
+        from modenorm.kernels.gpu.launch import Launch
+        from modenorm.kernels.gpu.passes import Passes
+        from modenorm.kernels.gpu.stage import Stage
         from modenorm.lab.layers import batch_norm_kernels as kernels
 
         rows, count = geometry[:2], geometry.num_samples * geometry.num_positions
@@ -256,7 +256,7 @@ class Plan:
 
 def _plan_for(tensors: tuple[Tensor, ...], eps: float, momentum: float, relu: bool) -> Plan:
     """The plan of a call on a dense x, which is the first of what its launches read."""
-    from modenorm.kernels.plan import aligned, geometry_of
+    from modenorm.kernels.gpu.plan import aligned, geometry_of
 
     x = tensors[0]
     return _plan(geometry_of(x), eps, momentum, relu, x.get_device(), aligned(tensors))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from modenorm.kernels.gpu_arrays import begin, load_rows
+from modenorm.kernels.gpu.common import begin, load_rows
 
 __all__ = ["batch_gradients_kernel", "batch_statistics_kernel"]
 

@@ -18,7 +18,7 @@ from modenorm.buffers import HALF_TYPES
 from modenorm.lab.layers.own_kernels import can_run, switched_on
 
 if TYPE_CHECKING:
-    from modenorm.kernels.launch import Launch
+    from modenorm.kernels.gpu.launch import Launch
 
 __all__ = ["POOL_TILE", "UNPOOL_TILE", "HalvingMaxPool2d", "PoolTile"]
 
@@ -72,7 +72,7 @@ def kernels_serve(x: Tensor) -> bool:
 @torch.library.custom_op("modenorm::max_pool", mutates_args=())
 def max_pool(x: Tensor) -> tuple[Tensor, Tensor]:
     """Pool x (N, C, H, W); the second result is where in its window each maximum is, 0 to 8."""
-    from modenorm.kernels.device import on_device
+    from modenorm.kernels.gpu.device import on_device
 
     (y, places), x = _empty_pool(x), _channels_last(x)
     with on_device(x) as stream:
@@ -89,7 +89,7 @@ def _empty_pool(x: Tensor) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op("modenorm::max_unpool", mutates_args=())
 def max_unpool(dy: Tensor, places: Tensor, height: int, width: int) -> Tensor:
     """The gradient of x (N, C, height, width): each of dy at its place, added up."""
-    from modenorm.kernels.device import on_device
+    from modenorm.kernels.gpu.device import on_device
 
     dx = _empty_unpool(dy, places, height, width)
     dy, places = _channels_last(dy), _channels_last(places)
@@ -154,7 +154,7 @@ def unpool_launch(shape: Sequence[int], tile: PoolTile = UNPOOL_TILE) -> Launch:
 
 def pooling_launch(kernel: Any, shape: Sequence[int], tile: PoolTile) -> Launch:
     """The launch of a kernel that follows columns of windows, for images of a shape."""
-    from modenorm.kernels.launch import Launch
+    from modenorm.kernels.gpu.launch import Launch
 
     num_images, num_channels, height, width = shape
     high, wide = (height + 1) // 2, (width + 1) // 2

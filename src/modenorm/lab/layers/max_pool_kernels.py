@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from modenorm.kernels.gpu_arrays import begin
+from modenorm.kernels.gpu.common import begin
 
 __all__ = ["pool_kernel", "unpool_kernel", "windows"]
 

@@ -77,7 +77,7 @@ def _kernels_type(x: Tensor, weight: Tensor, stride: int) -> torch.dtype | None:
 @torch.library.custom_op("modenorm::narrow_conv", mutates_args=())
 def narrow_conv(x: Tensor, weight: Tensor, stride: int) -> Tensor:
     """Convolve x (N, C, H, W) with 3×3 weights."""
-    from modenorm.kernels.device import on_device
+    from modenorm.kernels.gpu.device import on_device
 
     y, x = _empty_conv(x, weight, stride), _channels_last(x)
     plan = (x.shape, weight.shape, weight.stride())
@@ -95,7 +95,7 @@ def _empty_conv(x: Tensor, weight: Tensor, stride: int) -> Tensor:
 @torch.library.custom_op("modenorm::narrow_conv_input", mutates_args=())
 def narrow_conv_input(dy: Tensor, weight: Tensor, height: int, width: int, stride: int) -> Tensor:
     """The gradient of x (N, C, height, width)."""
-    from modenorm.kernels.device import on_device
+    from modenorm.kernels.gpu.device import on_device
 
     dx, dy = _empty_input(dy, weight, height, width, stride), _channels_last(dy)
     plan = (dx.shape, weight.shape, weight.stride())
@@ -113,7 +113,7 @@ def _empty_input(dy: Tensor, weight: Tensor, height: int, width: int, stride: in
 @torch.library.custom_op("modenorm::narrow_conv_weight", mutates_args=())
 def narrow_conv_weight(x: Tensor, dy: Tensor, weight: Tensor, stride: int) -> Tensor:
     """The gradient of the weights, which has their type and strides."""
-    from modenorm.kernels.device import on_device
+    from modenorm.kernels.gpu.device import on_device
 
     x, dy, dweight = _channels_last(x), _channels_last(dy), torch.empty_like(weight)
     launches = wgrad_launches if stride == 1 else strided_wgrad_launches

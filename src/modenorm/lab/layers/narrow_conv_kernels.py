@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from modenorm.kernels.gpu_arrays import begin
+from modenorm.kernels.gpu.common import begin
 from modenorm.kernels.layout import interpreting
 
 __all__ = ["add_up_kernel", "conv_kernel", "dot", "wgrad_kernel"]

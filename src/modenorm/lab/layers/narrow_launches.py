@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from modenorm.kernels.launch import Launch
+    from modenorm.kernels.gpu.launch import Launch
 
 __all__ = [
     "CONV_TILES",
@@ -107,7 +107,7 @@ def conv_launch(
     tile: ConvTile | None = None,
 ) -> Launch:
     """The launch for x of a shape; weights are (COUT, CIN, 3, 3), in any order in memory."""
-    from modenorm.kernels.launch import Launch
+    from modenorm.kernels.gpu.launch import Launch
     from modenorm.lab.layers.narrow_conv_kernels import conv_kernel
 
     num_images, _, height, width = shape
@@ -132,7 +132,7 @@ def wgrad_launches(
     tile: GradTile | None = None,
 ) -> tuple[Launch, Launch, int]:
     """The launches for x of a shape and weights, and the number of partial results between them."""
-    from modenorm.kernels.launch import Launch
+    from modenorm.kernels.gpu.launch import Launch
     from modenorm.lab.layers.narrow_conv_kernels import wgrad_kernel
 
     num_images, _, height, width = shape
@@ -184,7 +184,7 @@ def _strided_launch(
     tile: ConvTile,
 ) -> Launch:
     """For x or dx of a shape, and a result with so many channels."""
-    from modenorm.kernels.launch import Launch
+    from modenorm.kernels.gpu.launch import Launch
 
     num_images, _, height, width = shape
     high, wide = -(-height // 2), -(-width // 2)
@@ -205,7 +205,7 @@ def strided_wgrad_launches(
     tile: GradTile | None = None,
 ) -> tuple[Launch, Launch, int]:
     """As `wgrad_launches`, with stride 2."""
-    from modenorm.kernels.launch import Launch
+    from modenorm.kernels.gpu.launch import Launch
     from modenorm.lab.layers.strided_conv_kernels import strided_wgrad_kernel
 
     num_images, _, height, width = shape
@@ -224,7 +224,7 @@ def strided_wgrad_launches(
 
 def add_up_launch(weights: Sequence[int], strides: Sequence[int], parts: int) -> Launch:
     """The launch that adds partial results (parts, KH, KW, CIN, COUT) to weights of a shape."""
-    from modenorm.kernels.launch import Launch
+    from modenorm.kernels.gpu.launch import Launch
     from modenorm.lab.layers.narrow_conv_kernels import add_up_kernel
 
     c_out, c_in, *taps = weights

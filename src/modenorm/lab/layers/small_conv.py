@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from modenorm.lab.layers.own_kernels import can_run, switched_on
 
 if TYPE_CHECKING:
-    from modenorm.kernels.launch import Launch
+    from modenorm.kernels.gpu.launch import Launch
 
 __all__ = ["CONV_TILES", "GRAD_TILES", "MOST_CHANNELS", "ConvTile", "GradTile", "SmallConv2d"]
 
@@ -152,7 +152,7 @@ def small_conv_weight(
     x: Tensor, dy: Tensor, height: int, width: int, stride: int, padding: int
 ) -> Tensor:
     """The gradient of weights (COUT, CIN, height, width)."""
-    from modenorm.kernels.device import on_device
+    from modenorm.kernels.gpu.device import on_device
 
     dweight = _empty_weight(x, dy, height, width, stride, padding)
     x, dy = x.contiguous(), dy.contiguous()
@@ -174,7 +174,7 @@ def _empty_weight(
 def _run_conv(
     x: Tensor, weight: Tensor, y: Tensor, stride: int, padding: int, transposed: bool
 ) -> Tensor:
-    from modenorm.kernels.device import on_device
+    from modenorm.kernels.gpu.device import on_device
 
     x, weight = x.contiguous(), weight.contiguous()
     with on_device(x) as stream:
@@ -225,7 +225,7 @@ def conv_launch(
     tile: ConvTile | None = None,
 ) -> Launch:
     """The launch from x of a shape to y; transposed, from dy of a shape to dx."""
-    from modenorm.kernels.launch import Launch
+    from modenorm.kernels.gpu.launch import Launch
     from modenorm.lab.layers.small_conv_kernels import conv_kernel
 
     num_images, c_out, height, width = result
@@ -250,7 +250,7 @@ def wgrad_launches(
     tile: GradTile | None = None,
 ) -> tuple[Launch, Launch, int]:
     """The launches for x and dy of these shapes, and the number of partial results between them."""
-    from modenorm.kernels.launch import Launch
+    from modenorm.kernels.gpu.launch import Launch
     from modenorm.lab.layers.small_conv_kernels import add_up_kernel, wgrad_kernel
 
     num_images, c_out, height, width = result

@@ -18,7 +18,7 @@ from torch.nn.grad import conv2d_input
 from modenorm.lab.layers.own_kernels import can_run, computing_type, switched_on
 
 if TYPE_CHECKING:
-    from modenorm.kernels.launch import Launch
+    from modenorm.kernels.gpu.launch import Launch
 
 __all__ = ["CONV_TILES", "GRAD_TILES", "ConvTile", "GradTile", "StemConv2d"]
 
@@ -118,7 +118,7 @@ class StemConv2d(nn.Conv2d):
 @torch.library.custom_op("modenorm::stem_conv", mutates_args=())
 def stem_conv(x: Tensor, weight: Tensor, stride: int, padding: int, dtype: torch.dtype) -> Tensor:
     """Convolve x (N, C, H, W) in a half type, whatever the types of x and the weights."""
-    from modenorm.kernels.device import on_device
+    from modenorm.kernels.gpu.device import on_device
 
     y, x = _empty_conv(x, weight, stride, padding, dtype), _channels_last(x)
     with on_device(x) as stream:
@@ -136,7 +136,7 @@ def _empty_conv(x: Tensor, weight: Tensor, stride: int, padding: int, dtype: tor
 @torch.library.custom_op("modenorm::stem_conv_weight", mutates_args=())
 def stem_conv_weight(x: Tensor, dy: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
     """The gradient of the weights, which has their type and strides."""
-    from modenorm.kernels.device import on_device
+    from modenorm.kernels.gpu.device import on_device
 
     x, dy, dweight = _channels_last(x), _channels_last(dy), torch.empty_like(weight)
     with on_device(x) as stream:
@@ -201,7 +201,7 @@ def conv_launch(
     tile: ConvTile | None = None,
 ) -> Launch:
     """The launch for x of a shape; weights are (COUT, CIN, KH, KW), in any order in memory."""
-    from modenorm.kernels.launch import Launch
+    from modenorm.kernels.gpu.launch import Launch
     from modenorm.lab.layers.stem_conv_kernels import conv_kernel
 
     tile = tile or CONV_TILES.get((weights[0], weights[2])) or CONV_TILES[_OTHERS]
@@ -223,7 +223,7 @@ def wgrad_launches(
     tile: GradTile | None = None,
 ) -> tuple[Launch, Launch, int]:
     """The launches for x of a shape and weights, and the number of partial results between them."""
-    from modenorm.kernels.launch import Launch
+    from modenorm.kernels.gpu.launch import Launch
     from modenorm.lab.layers.narrow_launches import add_up_launch
     from modenorm.lab.layers.stem_conv_kernels import wgrad_kernel
 

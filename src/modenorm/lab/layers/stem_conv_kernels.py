@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from modenorm.kernels.gpu_arrays import begin
+from modenorm.kernels.gpu.common import begin
 from modenorm.lab.layers.narrow_conv_kernels import dot
 
 __all__ = ["conv_kernel", "wgrad_kernel"]

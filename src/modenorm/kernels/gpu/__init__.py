@@ -1,0 +1,1 @@
+"""The GPU: kernels in Triton, their launches, and layers made of them."""
