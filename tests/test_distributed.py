@@ -222,3 +222,22 @@ def second_derivatives(rank):
 
 def test_double_backward(world):
     world.check(second_derivatives)
+
+
+def one_value(rank, options, backend):
+    """One rank has one value per channel: no variance to learn from, but no rank knows before."""
+    layer = modenorm.convert_sync_modenorm(make_layer(C, K, 2, **options))
+    before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+    x = torch.randn(int(rank == 1), C, dtype=torch.float64)
+    with modenorm.use_backend(backend):
+        layer(x)
+        for name, buffer in layer.named_buffers():
+            assert torch.equal(buffer, before[name]), name
+        layer(torch.randn(int(rank != 2), C, dtype=torch.float64))
+    assert int(layer.num_batches_tracked) == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": None}, {"running_update": "usage"}], ids=str)
+@pytest.mark.parametrize("backend", ["fused", "eager"])
+def test_one_value_over_all_ranks_moves_no_estimates(world, options, backend):
+    world.check(one_value, options, backend)

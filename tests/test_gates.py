@@ -229,3 +229,57 @@ def test_hooks_of_all_modules_see_the_gate(register):
     finally:
         handle.remove()
     assert LinearGate in seen
+
+
+class Quantized(nn.Module):
+    """A gate whose only parameter is no floating-point number."""
+
+    def __init__(self):
+        super().__init__()
+        rows = torch.tensor([[1, 2, -1], [0, 3, 1]], dtype=torch.int8)
+        self.weight = nn.Parameter(rows, requires_grad=False)
+
+    def forward(self, features):
+        assert features.dtype == torch.float32
+        return features @ self.weight.t().to(features)
+
+
+def test_a_quantized_gate_gets_whole_features(backend):
+    layer, x = modenorm.ModeNorm2d(3, gate=Quantized()), torch.randn(6, 3, 4, 4) + 2
+    with modenorm.record_gates(layer) as gates:
+        layer(x)
+    wanted = torch.softmax(x.mean((2, 3)) @ layer.gate.weight.t().float(), 1)
+    torch.testing.assert_close(gates[""][0], wanted)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: modenorm.LinearGate(0, 2), "num_features is 0"),
+        (lambda: modenorm.LinearGate(3, 0), "num_modes is 0"),
+        (lambda: modenorm.StandardizedGate(3, 2, eps=-1.0), "eps is -1.0"),
+        (lambda: modenorm.StandardizedGate(3, 2, momentum=5.0), "momentum is 5.0"),
+        (lambda: modenorm.StandardizedGate(3, 2, momentum=None), "momentum is None"),
+        (lambda: modenorm.ModeNorm2d(3, gate=modenorm.LinearGate(4, 2)), "num_features=4"),
+        (lambda: modenorm.ModeNorm2d(3, gate=lambda c, k: modenorm.LinearGate(5, k)), "=5, but"),
+    ],
+)
+def test_impossible_gates_are_refused(make, says):
+    with pytest.raises(ValueError, match=says):
+        make()
+
+
+@pytest.mark.parametrize("made", [None, (1, 2)], ids=str)
+def test_a_gate_that_returns_no_tensor(made):
+    layer = modenorm.ModeNorm2d(3, gate=lambda c, k: Returning(made))
+    with pytest.raises(ValueError, match=r"the gate's logits are a (NoneType|tuple); expected"):
+        layer(torch.randn(4, 3, 2, 2))
+
+
+class Returning(nn.Module):
+    def __init__(self, made):
+        super().__init__()
+        self.made = made
+
+    def forward(self, _):
+        return self.made

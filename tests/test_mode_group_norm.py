@@ -210,3 +210,14 @@ def test_errors_of_shape_say_what_to_do(layer):
     if isinstance(layer, modenorm.ModeNorm2d):
         with pytest.raises(ValueError, match=r"use that rank's layer, or x\[None\]"):
             layer(torch.randn(3, 2, 2))
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_reset_with_one_affine_parameter(name):
+    layer = modenorm.ModeGroupNorm(3)
+    setattr(layer, name, None)
+    kept = layer.bias if name == "weight" else layer.weight
+    with torch.no_grad():
+        kept.fill_(5.0)
+    layer.reset_parameters()
+    assert kept.tolist() == [float(name == "bias")] * 3

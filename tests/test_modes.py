@@ -280,3 +280,25 @@ def test_a_layer_may_be_called_by_keyword(norm):
     model, x = ByKeyword(), torch.randn(16, 4, 5)
     (layer,), (expected,) = (mode_report(m, [x]).layers for m in (model, model.norm))
     assert layer.statistics_distances == expected.statistics_distances
+
+
+class Partly(nn.ModuleDict):
+    """Uses one of its layers."""
+
+    def forward(self, x):
+        return self["used"](x)
+
+
+def test_layers_that_no_batch_reaches_are_named():
+    model = Partly({"used": ModeNorm2d(3), "left": ModeNorm2d(3)})
+    report = mode_report(model, [torch.randn(64, 3, 4, 4)])
+    assert [layer.name for layer in report.layers] == ["used"]
+    assert report.unreached == ("left",)
+    assert "layer left: no batch reached it" in report.findings()
+
+
+def test_labels_in_batches_may_be_lists():
+    layer, x = ModeNorm2d(3), torch.randn(4, 3, 2, 2)
+    for labels in ([0, 1, 1, 0], (0, 1, 1, 0)):
+        assert mode_report(layer, [(x, labels)]).layers[0].class_shares is not None
+    assert mode_report(layer, [(x, ["a"] * 4)]).layers[0].class_shares is None

@@ -131,3 +131,17 @@ def test_an_average_without_its_counter_is_refused():
     layer.momentum = None
     with pytest.raises(ValueError, match="needs running_share"):
         layer(x)
+
+
+def test_a_state_of_the_other_running_update_loads():
+    paper, usage = modenorm.ModeNorm2d(3), modenorm.ModeNorm2d(3, running_update="usage")
+    for _ in range(4):
+        paper(torch.randn(5, 3, 2, 2)), usage(torch.randn(5, 3, 2, 2))
+    assert "running_share" in usage.state_dict()
+    other = modenorm.ModeNorm2d(3, running_update="usage")
+    assert str(other.load_state_dict(paper.state_dict())) == "<All keys matched successfully>"
+    assert other.running_share.tolist() == [2.0, 2.0]
+    assert torch.equal(other.running_mean, paper.running_mean)
+    other = modenorm.ModeNorm2d(3)
+    assert str(other.load_state_dict(usage.state_dict())) == "<All keys matched successfully>"
+    assert torch.equal(other.running_var, usage.running_var)

@@ -70,15 +70,29 @@ def test_gradients_of_the_entropy(dtype, scale):
     assert not torch.allclose(theirs["1.gate.bias"], alone["1.gate.bias"])
 
 
-def test_the_last_penalty_on_a_layer_is_heard():
+def test_penalties_on_one_model_add_up():
     model, x = small_model(), torch.randn(4, 3, 8, 8, dtype=torch.float64)
-    first, second = ModeSparsity(model), ModeSparsity(model)
-    model(x)
-    with pytest.raises(ValueError, match="heard no gates"):
-        first()
+    first, second = ModeSparsity(model, 0.1), ModeSparsity(model, 0.2)
+    found = gradients(model, model(x).sum() + first() + second())
     first.remove()
     model(x)
-    assert float(second().detach()) > 0
+    alone = float(second().detach())
+    second.remove()
+    together = ModeSparsity(model, 0.3)
+    wanted = gradients(model, model(x).sum() + (loss := together()))
+    assert alone == pytest.approx(2 / 3 * float(loss.detach()), rel=1e-6)
+    for name, gradient in wanted.items():
+        assert_close(found[name], gradient, 1e-6)  # float32 strengths
+
+
+@pytest.mark.parametrize("method", ["entropy", "switch"])
+def test_a_penalty_that_was_removed_says_so(method):
+    model, x = small_model(), torch.randn(4, 3, 8, 8, dtype=torch.float64)
+    sparsity = ModeSparsity(model, method=method)
+    sparsity.remove()
+    model(x)
+    with pytest.raises(ValueError, match=r"on no model: remove\(\) was called, or it is a copy"):
+        sparsity()
 
 
 def test_a_mode_without_any_sample_has_no_gradient():
@@ -179,7 +193,7 @@ def test_a_module_that_holds_its_penalty_can_be_pickled():
     whole["net"](torch.randn(8, 3, 8, 8).double())
     copied = pickle.loads(pickle.dumps(whole))
     torch.testing.assert_close(copied.state_dict(), whole.state_dict())
-    with pytest.raises(ValueError, match="heard no gates"):
+    with pytest.raises(ValueError, match="on no model"):
         copied["penalty"]()
 
 

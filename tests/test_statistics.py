@@ -1,5 +1,7 @@
 """Running estimates of a whole model: recalibrate and freeze."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -247,3 +249,14 @@ def test_weight_averaging_then_recalibration():
     modenorm.recalibrate(averaged, data)
     assert averaged.eval()(data[0]).isfinite().all()
     assert averaged.module[1].num_batches_tracked == 5
+
+
+def test_recalibrate_of_a_synchronised_model_without_a_process_group():
+    gate = modenorm.StandardizedGate
+    alone, x = modenorm.ModeNorm2d(3, gate=gate), torch.randn(8, 3, 4, 4)
+    shared = modenorm.convert_sync_modenorm(copy.deepcopy(alone))
+    ranks = shared.ranks, shared.gate.ranks
+    for layer in (alone, shared):
+        modenorm.recalibrate(layer, [x, x + 1])
+    torch.testing.assert_close(shared.state_dict(), alone.state_dict())
+    assert (shared.ranks, shared.gate.ranks) == ranks

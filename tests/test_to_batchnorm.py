@@ -1,6 +1,7 @@
 """Mode norms that act as batch norms go back to batch norms, with the same numbers."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -155,3 +156,22 @@ def test_parameters_that_norms_have_in_common_stay_so():
     assert model[1].weight is model[0].weight
     assert model[1].weight.shape == (3,)
     assert model[1].bias is not model[0].bias
+
+
+@pytest.mark.parametrize("kind", ["per mode", "half"])
+def test_an_optimizer_goes_on_with_new_parameters(kind):
+    layer = modenorm.ModeNorm1d(4, 2, per_mode_affine=kind == "per mode")
+    model = nn.Sequential(layer)
+    if kind == "half":
+        model.half()
+        layer.running_var.fill_(1e6)  # too large for float16
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, eps=1e-4)
+    model(torch.randn(8, 4).to(layer.weight)).square().mean().backward()
+    optimizer.step()
+    norm = to_batchnorm(model, tolerance=math.inf, optimizer=optimizer)["0"]
+    assert norm.weight is not layer.weight
+    before = norm.weight.detach().clone()
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+    assert not torch.equal(norm.weight, before)
+    assert optimizer.state[norm.weight]["exp_avg"].dtype == norm.weight.dtype

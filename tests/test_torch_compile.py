@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import modenorm
 from compare import assert_close, double, make_layer, one_hot, run
 from marks import TORCH_JIT
+from modenorm import functional
 
 COMPILED = {
     "default": {},
@@ -179,3 +180,19 @@ def test_hooks_of_all_modules_do_not_break_the_graph(compiled):
     finally:
         shift.remove()
     assert_close(compiled(layer.forward)(x), expected, 1e-5)
+
+
+def test_masks_and_parameters_of_sizes_that_became_dynamic(compiled):
+    """A compiler guards no symbol that is looked for in a tuple."""
+    layer = compiled(modenorm.ModeNorm1d(3))
+    for samples in (8, 5):
+        layer(torch.randn(samples, 3, 20))
+    assert layer(torch.randn(5, 3, 20), mask=torch.ones(5, 20) > 0).shape == (5, 3, 20)
+
+    @compiled
+    def normalize(x, weight=None):
+        return functional.mode_norm(x, x.new_full((8, 2), 0.5), weight=weight, training=True)
+
+    for channels in (3, 4):
+        normalize(torch.randn(8, channels, 20))
+    assert normalize(torch.randn(8, 4, 20), torch.ones(4)).shape == (8, 4, 20)

@@ -4,7 +4,8 @@ Batch norm that discovers K modes in your data and normalises each with its own 
 """
 
 from modenorm import functional, gates, reference
-from modenorm.convert import replace_batchnorm, to_batchnorm
+from modenorm.convert import replace_batchnorm
+from modenorm.convert_back import to_batchnorm
 from modenorm.distributed import convert_sync_modenorm
 from modenorm.gates import LinearGate, StandardizedGate
 from modenorm.kernels import use_backend

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from numbers import Integral
+import math
+from numbers import Integral, Real
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from modenorm.exchange import Ranks
 from modenorm.mixing import RunningEstimates
@@ -14,16 +15,22 @@ from modenorm.mixing import RunningEstimates
 __all__ = [
     "Options",
     "check_affine",
+    "check_channels",
     "check_choice",
     "check_count",
     "check_eps",
     "check_estimates",
     "check_input",
+    "check_module",
+    "check_momentum",
     "check_options",
+    "check_tensor",
     "known_modes",
     "masked",
-    "not_a_tensor",
 ]
+
+
+SMALLEST_EPS = torch.finfo(torch.float32).tiny
 
 
 class Options(NamedTuple):
@@ -42,16 +49,27 @@ class Options(NamedTuple):
 
 def check_input(x: Tensor) -> None:
     """Refuse what no norm of this family can take."""
+    check_tensor("input", x)
+    if x.layout != torch.strided or x.is_nested:
+        raise ValueError(
+            "input is sparse or nested; expected a dense tensor: use x.to_dense() or "
+            "x.to_padded_tensor(0.0) with a mask"
+        )
     if x.ndim < 2:
         raise ValueError(
             f"input has shape {tuple(x.shape)}; expected samples and channels first, (N, C, ...)"
         )
-    if not x.is_floating_point():
-        raise ValueError(f"input is {x.dtype}; expected a floating-point type: use x.float()")
+    if not x.is_floating_point() or x.dtype.itemsize < 2:
+        raise ValueError(
+            f"input is {x.dtype}; expected a floating-point type of at least 16 bits: use x.float()"
+        )
 
 
 def check_estimates(estimates: RunningEstimates, x: Tensor) -> None:
-    """Refuse estimates of other shapes, beyond whose end a kernel would read."""
+    """Refuse estimates of other shapes, beyond whose end a kernel would read, and whole numbers."""
+    _check_numbers(
+        running_mean=estimates.mean, running_var=estimates.var, running_share=estimates.share
+    )
     mean, var = tuple(estimates.mean.shape), tuple(estimates.var.shape)
     if len(mean) != 2 or mean != var or mean[1] != x.shape[1]:
         raise ValueError(
@@ -59,11 +77,13 @@ def check_estimates(estimates: RunningEstimates, x: Tensor) -> None:
             f"(K, {x.shape[1]}): one row per mode, one column per channel of x, {tuple(x.shape)}"
         )
     _, _, tracked, share = estimates
-    if tracked is not None and tracked.numel() != 1:
-        raise ValueError(
-            f"num_batches_tracked has shape {tuple(tracked.shape)}; it must be one number, such as "
-            f"torch.tensor(0)"
-        )
+    if tracked is not None:
+        check_tensor("num_batches_tracked", tracked)
+        if tracked.numel() != 1:
+            raise ValueError(
+                f"num_batches_tracked has shape {tuple(tracked.shape)}; it must be one number, "
+                f"such as torch.tensor(0)"
+            )
     if share is not None and tuple(share.shape) != mean[:1]:
         raise ValueError(
             f"running_share has shape {tuple(share.shape)}; expected {mean[:1]}: one number per "
@@ -75,9 +95,13 @@ def check_affine(
     weight: Tensor | None, bias: Tensor | None, x: Tensor, per_mode: bool = True
 ) -> None:
     """Refuse a weight or bias for another number of channels, or with rows that no mode has."""
+    _check_numbers(weight=weight, bias=bias)
     ranks = (1, 2) if per_mode else (1,)
     for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is None or (tensor.ndim in ranks and tensor.shape[-1] in (1, x.shape[1])):
+        if tensor is None:
+            continue
+        # compared one by one: compilers guard no symbol in a tuple
+        if tensor.ndim in ranks and (tensor.shape[-1] == 1 or tensor.shape[-1] == x.shape[1]):
             continue
         expected = f"({x.shape[1]},)" + (f" or (K, {x.shape[1]})" if per_mode else "")
         raise ValueError(
@@ -101,9 +125,18 @@ def known_modes(
 
 
 def check_eps(eps: float) -> None:
-    """Refuse an eps that cannot keep a variance of zero apart from zero."""
-    if not eps > 0:
-        raise ValueError(f"eps is {eps}; it must be positive, e.g. 1e-5")
+    """Refuse an eps that cannot keep a variance of zero apart from zero in float32."""
+    if not isinstance(eps, Real) or not SMALLEST_EPS <= eps < math.inf:
+        raise ValueError(f"eps is {eps!r}; it must be positive and finite, e.g. 1e-5")
+
+
+def check_momentum(momentum: float) -> None:
+    """Refuse a weight of the newest batch that is none."""
+    if not isinstance(momentum, Real) or not 0 < momentum <= 1:
+        raise ValueError(
+            f"momentum is {momentum!r}; it must lie in (0, 1], the weight of the newest batch, or "
+            f"be None, where a layer can average over all batches"
+        )
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -116,11 +149,8 @@ def check_options(options: Options, estimates: RunningEstimates | None = None) -
     """Refuse options out of range."""
     check_eps(options.eps)
     check_choice("running_update", options.running_update, ("paper", "usage"))
-    if options.momentum is not None and not 0 < options.momentum <= 1:
-        raise ValueError(
-            f"momentum is {options.momentum}; it must lie in (0, 1], the weight of the newest "
-            f"batch, or be None for an average over all batches"
-        )
+    if options.momentum is not None:
+        check_momentum(options.momentum)
     if options.momentum is None and options.training and estimates is not None:
         usage = options.running_update == "usage"
         if (estimates.share if usage else estimates.num_batches_tracked) is None:
@@ -136,19 +166,48 @@ def masked(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
     There gradients are zero as a rule, and zero times NaN would be NaN.
     """
-    if not isinstance(mask, Tensor):
-        raise not_a_tensor("mask", mask)
+    check_tensor("mask", mask)
     short, full = (x.shape[0], *x.shape[2:]), (x.shape[0], 1, *x.shape[2:])
-    if tuple(mask.shape) not in (short, full):
-        raise ValueError(f"mask has shape {tuple(mask.shape)}; expected {short} or {full}")
+    shape = tuple(mask.shape)
+    if shape != short and shape != full:  # one by one, as in check_affine
+        raise ValueError(f"mask has shape {shape}; expected {short} or {full}")
     mask = mask.reshape(full).bool()
     return torch.where(mask | x.isfinite(), x, 0), mask
 
 
-def not_a_tensor(name: str, value: object) -> ValueError:
-    """The error of a list, or an array of another library, where a tensor is expected."""
-    kind = type(value).__name__
-    return ValueError(f"{name} is a {kind}; expected a tensor: use torch.as_tensor({name})")
+def check_tensor(name: str, value: object) -> None:
+    """Refuse a list, or an array of another library, where a tensor is expected."""
+    if not isinstance(value, Tensor):
+        kind = type(value).__name__
+        raise ValueError(f"{name} is a {kind}; expected a tensor: use torch.as_tensor({name})")
+
+
+def check_channels(layer: nn.Module, name: str, x: Tensor) -> None:
+    """Refuse input of another number of channels than a layer's argument of this name says."""
+    if x.shape[1] != getattr(layer, name):
+        raise ValueError(
+            f"{type(layer).__name__} was made for {name}={getattr(layer, name)}; got {x.shape[1]} "
+            f"channels in shape {tuple(x.shape)}: make it for {x.shape[1]}, or move channels to "
+            f"the second place"
+        )
+
+
+def _check_numbers(**tensors: Tensor | None) -> None:
+    """Refuse what holds no real numbers: whole ones would lose what is added to them."""
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        check_tensor(name, tensor)
+        if not tensor.is_floating_point():
+            raise ValueError(
+                f"{name} is {tensor.dtype}; expected a floating-point type: use {name}.float()"
+            )
+
+
+def check_module(model: object) -> None:
+    """Refuse what is no module."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is {model!r}; expected an nn.Module")
 
 
 def check_count(name: str, value: int) -> None:

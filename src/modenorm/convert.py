@@ -1,4 +1,4 @@
-"""Models with batch norm into models with mode norm, and back.
+"""Models with batch norm into models with mode norm; convert_back.py has the way back.
 
 Everything is checked before anything is changed, and what was changed is returned.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +17,9 @@ from torch.optim import Optimizer
 
 from modenorm.distributed import share_statistics
 from modenorm.gates import GateFactory
-from modenorm.hooks import give_hooks, take_hooks
+from modenorm.hooks import put_in_place, take_hooks
 from modenorm.layers import ModeNorm, ModeNorm1d, ModeNorm2d, ModeNorm3d
-from modenorm.parameters import add_gates
+from modenorm.parameters import add_gates, check_optimizer
 from modenorm.selection import (
     Where,
     batchnorms,
@@ -39,7 +38,7 @@ from modenorm.substitutes import (
     ModeNormNd,
 )
 
-__all__ = ["acts_as_batchnorm", "replace_batchnorm", "to_batchnorm", "turn_to_batchnorm"]
+__all__ = ["replace_batchnorm"]
 
 Adapter = Callable[[Any, ModeNorm], nn.Module]
 
@@ -52,19 +51,10 @@ TARGETS: dict[type[nn.Module], type[ModeNorm]] = {
     nn.LazyBatchNorm2d: LazyModeNorm2d,
     nn.LazyBatchNorm3d: LazyModeNorm3d,
 }
-SOURCES: dict[type[nn.Module], type[_BatchNorm]] = {
-    ModeNorm1d: nn.BatchNorm1d,
-    ModeNorm2d: nn.BatchNorm2d,
-    ModeNorm3d: nn.BatchNorm3d,
-    ModeNormNd: nn.SyncBatchNorm,
-}
 
 
 Tied = dict[tuple[nn.Parameter, int], nn.Parameter]
 """A parameter with K rows for the one that it replaces: norms that had one in common still do."""
-
-Merged = dict[tuple[nn.Parameter, torch.dtype], nn.Parameter]
-"""The same on the way back."""
 
 
 class Options(NamedTuple):
@@ -136,11 +126,13 @@ def replace_batchnorm(
             f"gate is one {type(gate).__name__} for {len(found)} norms; give a function of "
             f"(num_features, num_modes) that makes one for each, or choose one norm with where="
         )
-    if optimizer is not None and any(isinstance(module, LazyModuleMixin) for module in found):
-        raise ValueError(
-            "the model has lazy norms, whose gates' parameters don't exist yet; run one batch "
-            "through the model before making the optimizer"
-        )
+    if optimizer is not None:
+        if any(isinstance(module, LazyModuleMixin) for module in found):
+            raise ValueError(
+                "the model has lazy norms, whose gates' parameters don't exist yet; run one batch "
+                "through the model before making the optimizer"
+            )
+        check_optimizer(optimizer, model)
     options = Options(gate, per_mode_affine, running_update)
     fallback = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
     norms, replaced = {}, {}
@@ -155,67 +147,7 @@ def replace_batchnorm(
         add_gates(optimizer, {found[module]: (module, norm) for module, norm in norms.items()})
     for module, replacement in replaced.items():
         take_hooks(module, replacement)
-    give_hooks(replaced.values())
-    _swap(model, replaced)
-    return {name: replaced[module] for module, name in found.items()}
-
-
-@torch.inference_mode(False)
-@torch.no_grad()
-def to_batchnorm(model: nn.Module, tolerance: float = 0.0) -> dict[str, nn.Module]:
-    """Replace mode norms that act as batch norms by batch norms, in place.
-
-    These are layers with one mode, and layers whose modes have merged: with equal statistics (and
-    equal parameters, if each mode has its own) the gates don't matter. In evaluation the model
-    computes what it did before, exactly or to the tolerance; a batch norm can then be folded into
-    the convolution before it (`torch.nn.utils.fusion`) or quantized. Other layers are left. A half
-    layer becomes a float32 batch norm if its statistics are too large for the half type.
-
-    The running variance is copied as it is. A mode norm keeps the biased variance, batch norm the
-    unbiased one, so further training moves it by n/(n − 1), n the values per channel in a batch.
-
-    Args:
-        model: changed in place. A mode norm by itself can't be: take it from the result's "".
-        tolerance: largest difference between any two modes, in each channel: of means in the modes'
-            smallest standard deviation, of variances (with eps) relative to the smallest, of
-            parameters to the smallest absolute value. Modes are averaged.
-
-    Returns:
-        The batch norms by name; empty if no layer acts as one.
-
-    Example:
-        >>> import modenorm
-        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), modenorm.ModeNorm2d(8, num_modes=1))
-        >>> to_batchnorm(model)
-        {'1': BatchNorm2d(8, eps=1e-05, momentum=0.1, affine=True, ...)}
-    """
-    check_model(model)
-    if tolerance < 0:
-        raise ValueError(f"tolerance is {tolerance}; it must be at least 0")
-    for name, layer in model.named_modules():
-        several = isinstance(layer, ModeNorm) and layer.num_modes > 1
-        if several and layer.running_mean is not None and layer.running_mean.is_meta:
-            raise ValueError(
-                f"{name or 'the layer'} is on the meta device, where modes have no values to "
-                f"compare; load the model's state first"
-            )
-    found = {m: name for name, m in model.named_modules() if acts_as_batchnorm(m, tolerance)}
-    return turn_to_batchnorm(model, found)
-
-
-def turn_to_batchnorm(model: nn.Module, found: Mapping[nn.Module, str]) -> dict[str, nn.Module]:
-    """Replace these mode norms of a model, {layer: name}, by batch norms, in place."""
-    frozen = [name for m, name in found.items() if getattr(m, "statistics_frozen", False)]
-    if frozen:
-        warnings.warn(
-            f"the statistics of {listed(frozen)} were frozen; a batch norm holds them still only "
-            f"while it is in evaluation mode: call eval() on it after model.train()",
-            stacklevel=3,
-        )
-    merged: Merged = {}
-    replaced = {module: _batch_norm(module, merged) for module in found}
-    give_hooks(replaced.values())
-    _swap(model, replaced)
+    put_in_place(model, replaced)
     return {name: replaced[module] for module, name in found.items()}
 
 
@@ -303,77 +235,3 @@ def _is_frozen(module: nn.Module) -> bool:
     """Whether this is one of the many classes called FrozenBatchNorm."""
     looks = "BatchNorm" in type(module).__name__ and "running_mean" in module._buffers
     return looks and not isinstance(module, _BatchNorm)
-
-
-def _swap(model: nn.Module, replaced: Mapping[nn.Module, nn.Module]) -> None:
-    for parent in list(model.modules()):
-        for key, child in parent._modules.items():
-            if child is not None and child in replaced:
-                parent._modules[key] = replaced[child]
-
-
-def acts_as_batchnorm(module: nn.Module, tolerance: float) -> bool:
-    """Whether this is a mode norm that a batch norm can stand in for, in evaluation."""
-    if type(module) not in SOURCES and getattr(module, "batchnorm_class", None) is None:
-        return False
-    assert isinstance(module, ModeNorm)
-    if module.num_modes == 1:
-        return True
-    if module.running_mean is None or module.running_var is None:
-        return False
-    var = module.running_var.amin(0) + module.eps
-    pairs = [(module.running_mean, var.sqrt()), (module.running_var, var)]
-    if module.per_mode_affine:
-        pairs += [(p, p.abs().amin(0)) for p in (module.weight, module.bias) if p is not None]
-    return all(bool((t.amax(0) - t.amin(0) <= tolerance * s).all()) for t, s in pairs)
-
-
-def _batch_norm(layer: Any, merged: Merged) -> nn.Module:
-    """The batch norm that does in evaluation what this layer does."""
-    tensors = (layer.weight, layer.running_mean, *layer.gate.parameters())
-    like = next((t for t in tensors if t is not None), torch.empty(0))
-    make: Any = getattr(layer, "batchnorm_class", None)
-    if make is None and layer.ranks is not None:
-        make = partial(nn.SyncBatchNorm, process_group=layer.ranks.group)
-    make = make or SOURCES[type(layer)]
-    dtype = like.dtype if _holds_statistics(like.dtype, layer) else layer.running_var.dtype
-    norm = make(
-        layer.num_features,
-        eps=layer.eps,
-        momentum=layer.momentum,
-        affine=layer.weight is not None,
-        track_running_stats=layer.running_mean is not None,
-        device=like.device,
-        dtype=dtype,
-    )
-    for key in ("weight", "bias"):
-        parameter = getattr(layer, key)
-        if parameter is not None and (layer.per_mode_affine or parameter.dtype != dtype):
-            parameter = merged.setdefault((parameter, dtype), _merged(layer, parameter, dtype))
-        setattr(norm, key, parameter)
-    if layer.running_mean is not None:
-        norm.running_mean.copy_(_merge(layer.running_mean))
-        norm.running_var.copy_(_merge(layer.running_var))
-        norm.num_batches_tracked.copy_(layer.num_batches_tracked)
-    if isinstance(layer, ModeNormAct2d):
-        norm.drop, norm.act = layer.drop, layer.act
-    take_hooks(layer, norm)
-    return norm.train(layer.training)
-
-
-def _holds_statistics(dtype: torch.dtype, layer: Any) -> bool:
-    """Whether running estimates, which a half layer keeps in float32, are no overflow in a type."""
-    if layer.running_mean is None or layer.running_mean.is_meta:
-        return True
-    largest = torch.finfo(dtype).max
-    return not any(bool((t.abs() > largest).any()) for t in (layer.running_mean, layer.running_var))
-
-
-def _merged(layer: Any, parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-    row = _merge(parameter) if layer.per_mode_affine else parameter
-    return nn.Parameter(row.to(dtype), requires_grad=parameter.requires_grad)
-
-
-def _merge(rows: Tensor) -> Tensor:
-    """The average of the rows, (K, C): exactly the first if all are equal."""
-    return rows[0] + (rows - rows[0]).mean(0)

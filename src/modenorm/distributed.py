@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from modenorm.checks import check_module
 from modenorm.exchange import Ranks
 from modenorm.gates import StandardizedGate
 from modenorm.layers import ModeNorm
@@ -43,6 +44,7 @@ def convert_sync_modenorm(model: nn.Module, process_group: ProcessGroup | None =
           (gate): LinearGate(num_features=8, num_modes=2)
         )
     """
+    check_module(model)
     share_statistics(model, process_group)
     return model
 

@@ -26,7 +26,7 @@ if dist.is_available():
 if TYPE_CHECKING:  # a torch without torch.distributed still imports this
     from torch.distributed import ProcessGroup
 
-__all__ = ["Ranks", "in_use", "merge", "statistics", "total", "with_share"]
+__all__ = ["Ranks", "has_group", "in_use", "merge", "statistics", "total", "with_share"]
 
 SIGNATURE_BYTES = 256
 _numbers = itertools.count()
@@ -121,11 +121,16 @@ def _is_group(group: object) -> bool:
     return isinstance(group, dist.ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER
 
 
+def has_group() -> bool:
+    """Whether there are other ranks to exchange with, or could be."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def in_use(ranks: Ranks | None) -> Ranks | None:
     """The ranks to exchange with in a training step: None if there are no others."""
     if ranks is None:
         return None
-    if not (dist.is_available() and dist.is_initialized()):
+    if not has_group():
         raise ValueError(
             f"{ranks.name} takes its statistics over all processes, but there is no process group; "
             f"call torch.distributed.init_process_group first and start the program with torchrun, "
@@ -216,10 +221,24 @@ def statistics(mean: Tensor, var: Tensor, weights: Tensor, ranks: Ranks) -> mixi
     return with_share(*_Statistics.apply(mean, var, weights, ranks.number))
 
 
-def with_share(mode_mean: Tensor, mode_var: Tensor, mass: Tensor) -> mixing.Statistics:
-    """Statistics whose shares are of the mass: nobody counts the samples of all ranks."""
+def with_share(
+    mode_mean: Tensor, mode_var: Tensor, mass: Tensor, positions: int = 1
+) -> mixing.Statistics:
+    """Statistics whose shares are of the mass: nobody counts the samples of all ranks.
+
+    One value per channel in all ranks together has no variance, which no rank knows before. Such a
+    batch gets no mass, so that running estimates stay.
+
+    Args:
+        mode_mean: (K, C).
+        mode_var: (K, C).
+        mass: (K,).
+        positions: Values per channel for which a mass of 1 stands.
+    """
     mass = mass.detach()
-    share = mass / mass.sum().clamp_min(torch.finfo(mass.dtype).tiny)
+    together = mass.sum()
+    mass = torch.where(together * positions < 1.5, 0, mass)
+    share = mass / together.clamp_min(torch.finfo(mass.dtype).tiny)
     return mixing.Statistics(mode_mean, mode_var, mass, share)
 
 

@@ -24,7 +24,8 @@ from modenorm.mode_search import ChannelSearch, ModeSearch, Stop
 from modenorm.modes import SMALLEST_GATE, statistics_distances
 from modenorm.pruning_report import LayerPruning
 from modenorm.recording import listening
-from modenorm.resizing import combine_modes, last_linear, mode_rows
+from modenorm.resizing import combine_modes, mode_rows
+from modenorm.state import last_linear
 
 __all__ = ["LayerView", "Stop", "furthest", "leave_shared", "watching"]
 
@@ -46,7 +47,7 @@ class LayerView:
     def __init__(self, layer: ModeNorm | ModeGroupNorm) -> None:
         self.layer = layer
         self.note = ""
-        self.takes_more = False  # gates or a mask, which a batch norm could not be called with
+        self.takes_more = False  # arguments that a batch norm could not be called with
         self._means: list[Tensor] = []
         self._vars: list[Tensor] = []
         self._gates: list[Tensor] = []
@@ -61,7 +62,7 @@ class LayerView:
 
     def take_input(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Hear what the layer is called with; a forward pre-hook."""
-        self.takes_more |= len(args) > 1 or bool({"gates", "mask"} & kwargs.keys())
+        self.takes_more |= len(args) != 1 or bool(kwargs)
         given = kwargs.get("gates", args[1] if len(args) > 1 else None)
         if given is not None:
             self.note = "left: its gates are given from outside"
@@ -121,7 +122,7 @@ class LayerView:
     ) -> None:
         """Give the layer, or a copy of it, the modes of a stop, in place."""
         if len(stop.groups) < layer.num_modes:
-            offsets = torch.tensor(stop.offsets, dtype=torch.float64)
+            offsets = torch.tensor(stop.offsets, dtype=torch.float64, device="cpu")
             combine_modes(layer, stop.groups, self.shares, offsets, optimizer)
 
     def describe(self, name: str, stop: Stop, batchnorm: bool) -> LayerPruning:
@@ -151,9 +152,9 @@ def _chosen(usage: Tensor) -> Tensor:
     With the one that uses it most for each mode: rare ones would seem to make no difference.
     """
     if len(usage) <= MOST_SAMPLES:
-        return torch.arange(len(usage))
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.randperm(len(usage), generator=generator)[:MOST_SAMPLES]
+        return torch.arange(len(usage), device="cpu")
+    generator = torch.Generator("cpu").manual_seed(0)
+    drawn = torch.randperm(len(usage), generator=generator, device="cpu")[:MOST_SAMPLES]
     return torch.cat([drawn, usage.argmax(0)]).unique()
 
 

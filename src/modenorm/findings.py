@@ -148,13 +148,20 @@ def distinct_modes(shares: Sequence[float], duplicates: Iterable[tuple[int, int]
 
 @dataclass(frozen=True)
 class ModeReport:
-    """The layers of a model, in the order of definition, and what their modes are used for."""
+    """The layers of a model, in the order of definition, and what their modes are used for.
+
+    Attributes:
+        layers: Those that a batch reached.
+        unreached: The names of the others.
+    """
 
     layers: tuple[LayerReport, ...]
+    unreached: tuple[str, ...] = ()
 
     def findings(self) -> list[str]:
         """What is wrong, in plain words, layer by layer; nothing when all is well."""
-        return [finding for layer in self.layers for finding in layer.findings()]
+        found = [finding for layer in self.layers for finding in layer.findings()]
+        return found + [f"layer {name or 'model'}: no batch reached it" for name in self.unreached]
 
     def to_json(self) -> str:
         """Everything as a JSON object; numbers that are not finite become null."""

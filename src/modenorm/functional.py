@@ -15,8 +15,8 @@ from modenorm.checks import (
     check_estimates,
     check_input,
     check_options,
+    check_tensor,
     known_modes,
-    not_a_tensor,
 )
 from modenorm.gates import Gate
 from modenorm.mixing import RunningEstimates
@@ -77,8 +77,8 @@ def mode_norm(
     """
     check_input(x)
     check_affine(weight, bias, x)
-    if not (isinstance(gates, Tensor) or callable(gates)):
-        raise not_a_tensor("gates", gates)
+    if not callable(gates):
+        check_tensor("gates", gates)
     estimates = None
     if (running_mean is None) != (running_var is None):
         given, missing = "running_mean", "running_var"
@@ -131,6 +131,8 @@ def mode_group_norm(
     check_affine(weight, bias, x, per_mode=False)
     check_eps(eps)
     check_choice("variance", variance, ("pooled", "pixel"))
+    for name, parameter in (("gate_weight", gate_weight), ("gate_bias", gate_bias)):
+        check_tensor(name, parameter)
     if gate_weight.ndim != 1 or gate_weight.shape != gate_bias.shape or len(gate_weight) == 0:
         raise ValueError(
             f"gate_weight and gate_bias have shapes {tuple(gate_weight.shape)} and "

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as of_all_modules
 
 from modenorm.buffers import Float32Buffers, members, recomputing, running_dtype
+from modenorm.checks import check_count, check_eps, check_momentum
 from modenorm.exchange import Ranks, in_use, statistics
 from modenorm.mixing import batch_statistics, product
 
@@ -64,6 +65,8 @@ class LinearGate(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_count("num_features", num_features)
+        check_count("num_modes", num_modes)
         self.num_features = num_features
         self.num_modes = num_modes
         self.weight = nn.Parameter(torch.empty(num_modes, num_features, device=device, dtype=dtype))
@@ -129,6 +132,8 @@ class StandardizedGate(Float32Buffers, LinearGate):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_eps(eps)
+        check_momentum(momentum)
         super().__init__(num_features, num_modes, device=device, dtype=dtype)
         self.eps = eps
         self.momentum = momentum
@@ -216,7 +221,7 @@ def make_gate(
     if gate is None:
         return LinearGate(num_features, num_modes, device=device, dtype=dtype)
     if isinstance(gate, nn.Module):
-        return gate
+        return _fitting(gate, num_features)
     if not callable(gate):
         raise ValueError(
             f"gate is {gate!r}; expected an nn.Module from (N, {num_features}) to "
@@ -228,7 +233,17 @@ def make_gate(
             f"gate({num_features}, {num_modes}) made {made!r}; expected an nn.Module from "
             f"(N, {num_features}) to (N, {num_modes})"
         )
-    return made.to(device=device, dtype=dtype)
+    return _fitting(made, num_features).to(device=device, dtype=dtype)
+
+
+def _fitting(gate: nn.Module, num_features: int) -> nn.Module:
+    """The gate, unless it is a linear one for another number of channels."""
+    if isinstance(gate, LinearGate) and gate.num_features != num_features:
+        raise ValueError(
+            f"the gate was made for num_features={gate.num_features}, but the layer has "
+            f"{num_features}: make it for these, or give its class, {type(gate).__name__}"
+        )
+    return gate
 
 
 def reset_gate(gate: nn.Module) -> None:
@@ -274,11 +289,12 @@ def logits_of(gate: Gate, pooled: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _features_for(gate: Gate, pooled: Tensor) -> Tensor:
-    """A gating network of the user's own gets a copy, of its own parameters' type.
+    """A gating network of the user's own gets a copy, of the type that its parameters compute in.
 
     It may work in place, and pooled features are needed again; those of (N, C) input are x itself.
     """
     if isinstance(gate, LinearGate):
         return pooled
-    parameter = next(gate.parameters(), pooled) if isinstance(gate, nn.Module) else pooled
-    return pooled.to(parameter.dtype, copy=True)
+    parameters = gate.parameters() if isinstance(gate, nn.Module) else ()
+    like = next((p for p in parameters if p.is_floating_point()), pooled)  # others are quantised
+    return pooled.to(like.dtype, copy=True)

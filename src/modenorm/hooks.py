@@ -1,15 +1,15 @@
-"""Hooks of a module, taken over by the one that replaces it."""
+"""A module that replaces another: its hooks, and its places in the model."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-__all__ = ["give_hooks", "take_hooks"]
+__all__ = ["put_in_place", "take_hooks"]
 
 HOOKS = (
     "_forward_hooks",
@@ -44,7 +44,26 @@ def take_hooks(old: Any, new: nn.Module) -> None:
         new._is_full_backward_hook = old._is_full_backward_hook
 
 
-def give_hooks(modules: Iterable[nn.Module]) -> None:
+def put_in_place(model: nn.Module, replaced: Mapping[nn.Module, nn.Module]) -> None:
+    """Exchange modules wherever the model has them, also in plain lists, tuples and dicts."""
+    _give_hooks(replaced.values())
+
+    def exchanged(part: Any) -> Any:
+        return replaced.get(part, part) if isinstance(part, nn.Module) else part
+
+    for parent in list(model.modules()):
+        attributes = vars(parent)
+        for name, value in list(attributes.items()):
+            if type(value) is list:
+                value[:] = map(exchanged, value)
+            elif type(value) is dict:  # one of them has the submodules
+                value.update({key: exchanged(part) for key, part in value.items()})
+            else:
+                several = type(value) is tuple
+                attributes[name] = tuple(map(exchanged, value)) if several else exchanged(value)
+
+
+def _give_hooks(modules: Iterable[nn.Module]) -> None:
     """Tell hooks that are kept with their module, as some are, that it is another one now."""
     for module in modules:
         hooks: Iterable[Any] = module._load_state_dict_pre_hooks.values()

@@ -14,18 +14,19 @@ from torch import Tensor, nn
 from modenorm.buffers import Float32Buffers, members, recomputing, running_dtype
 from modenorm.checks import (
     Options,
+    check_channels,
     check_choice,
     check_count,
     check_eps,
     check_options,
-    not_a_tensor,
+    check_tensor,
 )
 from modenorm.exchange import Ranks, in_use
 from modenorm.gates import GateFactory, make_gate, reset_gate
 from modenorm.listeners import Heard
 from modenorm.mixing import RunningEstimates
 from modenorm.paths import normalize_channels, normalize_modes
-from modenorm.state import explain_modes, spread_batchnorm
+from modenorm.state import explain_modes, fit_share, spread_batchnorm
 
 __all__ = ["ModeGroupNorm", "ModeNorm1d", "ModeNorm2d", "ModeNorm3d"]
 
@@ -175,22 +176,17 @@ class ModeNorm(Heard, Float32Buffers):
         return y
 
     def _check_input(self, x: Tensor) -> None:
+        check_tensor("input", x)
         if x.ndim not in self._ranks:
             ranks = " or ".join(f"{rank}-d" for rank in self._ranks)
             raise ValueError(
                 f"{type(self).__name__} takes {ranks} input (samples, channels, positions); "
                 f"got shape {tuple(x.shape)}: use that rank's layer, or x[None] for one sample"
             )
-        if x.shape[1] != self.num_features:
-            raise ValueError(
-                f"{type(self).__name__} was made for num_features={self.num_features} channels; "
-                f"got {x.shape[1]} in shape {tuple(x.shape)}: make it for {x.shape[1]}, or move "
-                f"channels to the second place"
-            )
+        check_channels(self, "num_features", x)
 
     def _check_gates(self, gates: Tensor, x: Tensor) -> None:
-        if not isinstance(gates, Tensor):
-            raise not_a_tensor("gates", gates)
+        check_tensor("gates", gates)
         if tuple(gates.shape) != (x.shape[0], self.num_modes):
             raise ValueError(
                 f"gates have shape {tuple(gates.shape)}; expected ({x.shape[0]}, {self.num_modes}):"
@@ -214,6 +210,7 @@ class ModeNorm(Heard, Float32Buffers):
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         spread_batchnorm(self, state_dict, prefix)
+        fit_share(self, state_dict, prefix)
         explain_modes(self, state_dict, prefix, args[-1])
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -357,18 +354,16 @@ class ModeGroupNorm(Heard):
         """
         nn.init.normal_(self.gate_weight, std=0.01)
         nn.init.uniform_(self.gate_bias, -1, 1)
-        if self.weight is not None and self.bias is not None:
+        if self.weight is not None:
             nn.init.ones_(self.weight)
+        if self.bias is not None:
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x, (N, C, *positions)."""
-        if x.ndim >= 2 and x.shape[1] != self.num_channels:
-            raise ValueError(
-                f"ModeGroupNorm was made for num_channels={self.num_channels}; "
-                f"got {x.shape[1]} in shape {tuple(x.shape)}: make it for {x.shape[1]}, or move "
-                f"channels to the second place"
-            )
+        check_tensor("input", x)
+        if x.ndim >= 2:
+            check_channels(self, "num_channels", x)
         y, used = normalize_channels(
             x,
             self.gate_weight,

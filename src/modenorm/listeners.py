@@ -7,10 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["GateListener", "Heard", "UsageListener"]
+__all__ = ["Heard", "Listener"]
 
-GateListener = Callable[[Tensor], None]
-UsageListener = Callable[[Tensor], None]
+Listener = Callable[[Tensor], None]
 
 
 class Heard(nn.Module):
@@ -23,8 +22,8 @@ class Heard(nn.Module):
             of the gates.
     """
 
-    gate_listener: GateListener | None
-    usage_listener: UsageListener | None = None
+    gate_listener: Listener | None
+    usage_listener: Listener | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "gate_listener": None, "usage_listener": None}

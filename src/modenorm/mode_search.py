@@ -115,7 +115,9 @@ class ModeSearch:
 
     def _changes(self, ways: Sequence[Groups]) -> list[float]:
         """How much the layer's output changes, relative to its standard deviation."""
-        places = torch.tensor([[self._places[group] for group in groups] for groups in ways])
+        places = torch.tensor(
+            [[self._places[group] for group in groups] for groups in ways], device="cpu"
+        )
         device = self.logs.device
         size = len(self.logs) * max(self._before.shape[1], places.shape[1])
         parts = places.to(device).split(max(1, AT_ONCE.get(device.type, IN_CACHE) // size))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,7 +66,9 @@ def mode_report(
     _check_length("domains", domains, count)
     if count == 0:
         raise ValueError("mode_report got no samples; give it at least one batch of model inputs")
-    return ModeReport(tuple(meter.result() for meter in meters.values() if meter.batches))
+    reached = tuple(meter.result() for meter in meters.values() if meter.batches)
+    unreached = tuple(meter.name for meter in meters.values() if not meter.batches)
+    return ModeReport(reached, unreached)
 
 
 @contextlib.contextmanager
@@ -125,7 +128,7 @@ def _given(name: str, values: Any) -> Tensor | None:
     if values is None:
         return None
     try:
-        found = torch.as_tensor(values)
+        found = torch.as_tensor(values, device=None if isinstance(values, Tensor) else "cpu")
     except (TypeError, ValueError, RuntimeError):
         found = None  # texts, say
     if found is None or found.ndim != 1 or found.is_floating_point() or found.is_complex():
@@ -139,7 +142,12 @@ def _given(name: str, values: Any) -> Tensor | None:
 
 def _as_labels(values: Any, count: int) -> Tensor | None:
     """The values, if they are one integer per sample."""
-    if not isinstance(values, Tensor) or values.is_floating_point() or values.is_complex():
+    if not isinstance(values, Tensor):
+        try:
+            values = torch.as_tensor(values, device="cpu")
+        except (TypeError, ValueError, RuntimeError):  # texts, say, or nothing
+            return None
+    if values.is_floating_point() or values.is_complex():
         return None
     return values.long().cpu() if tuple(values.shape) == (count,) else None
 
@@ -156,10 +164,11 @@ class _Meter:
         self.name, self.layer, self.modes = name, layer, layer.num_modes
         self.labels: dict[str, Tensor | None] = {}
         self.batches = self.samples = self.rows = 0
-        self._gates, self._claims = torch.zeros(2, self.modes, dtype=torch.float64)
-        self._squares, self._logs = torch.zeros(2, self.modes, dtype=torch.float64)
-        self._products = torch.zeros(self.modes, self.modes, dtype=torch.float64)
-        self._entropy = torch.zeros((), dtype=torch.float64)
+        zeros = partial(torch.zeros, dtype=torch.float64, device="cpu")
+        self._gates, self._claims = zeros(2, self.modes)
+        self._squares, self._logs = zeros(2, self.modes)
+        self._products = zeros(self.modes, self.modes)
+        self._entropy = zeros(())
         self._effective: list[Tensor] = []
         self._joint: dict[str, Tensor] = {}
         self._distances: list[Tensor] = []

@@ -10,6 +10,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import LBFGS, Adafactor, Adagrad, Optimizer
 
+from modenorm.checks import check_module
 from modenorm.layers import ModeGroupNorm, ModeNorm
 
 __all__ = [
@@ -60,6 +61,7 @@ def norm_parameters(model: nn.Module) -> NormParameters:
         ...     {"params": [*norms.values(), *gates.values()], "weight_decay": 0.0},
         ... ])
     """
+    check_module(model)
     norm_ids: set[int] = set()
     gate_ids: set[int] = set()
     for module in model.modules():
@@ -90,7 +92,6 @@ def _own_parameters(norm: Any) -> Iterator[tuple[str, nn.Parameter]]:
 
 def add_gates(optimizer: Optimizer, norms: dict[str, tuple[nn.Module, ModeNorm]]) -> None:
     """Add the gates' parameters beside the norms', and put parameters per mode in their place."""
-    check_optimizer(optimizer)
     groups = optimizer.param_groups
     group_of = {id(p): group for group in groups for p in group["params"]}
     for name, (old, layer) in norms.items():
@@ -111,8 +112,18 @@ def add_gates(optimizer: Optimizer, norms: dict[str, tuple[nn.Module, ModeNorm]]
             optimizer.state.update(Adagrad(fresh.values(), **settings).state)
 
 
-def check_optimizer(optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose state can't follow parameters that change."""
+def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
+    """Refuse an optimizer of something else, or whose state can't follow parameters that change."""
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(f"optimizer is {optimizer!r}; expected one of torch.optim")
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    learning = {id(p) for p in model.parameters() if p.requires_grad}
+    if learning and held.isdisjoint(learning):
+        raise ValueError(
+            "the optimizer has no parameter of this model that learns; give the one that trains "
+            "it, or leave optimizer= out. Of a frozen part that is in another model's optimizer, "
+            "give the whole model, or call requires_grad_(False) on the part first"
+        )
     if isinstance(optimizer, LBFGS) and optimizer.state:
         raise ValueError(
             "the optimizer is an LBFGS that has made a step, whose history is that of all "
@@ -121,7 +132,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
 
 
 def exchange_parameter(optimizer: Optimizer, before: nn.Parameter, after: nn.Parameter) -> None:
-    """Put a parameter, with a row for each mode or without, in the place of one of the other kind.
+    """Put a parameter, with a row for each mode or without, or of another type, in place of one.
 
     The state of a row is copied to each, or that of all rows added up; Adafactor's, which is in
     parts that depend on the number of dimensions, begins anew.
@@ -132,6 +143,7 @@ def exchange_parameter(optimizer: Optimizer, before: nn.Parameter, after: nn.Par
     for key, value in state.items():
         if isinstance(value, Tensor) and value.shape == before.shape:
             rows = value.ndim > after.ndim
+            value = value.to(after.dtype if value.dtype == before.dtype else value.dtype)
             state[key] = value.sum(0) if rows else value.expand_as(after).clone()
     if state and not isinstance(optimizer, Adafactor):
         optimizer.state[after] = state

@@ -356,7 +356,10 @@ def _gates_of(call: _Call, pooled: Tensor, x: Tensor) -> Tensor:
     if isinstance(gates, Tensor):
         given, name = gates.to(statistics_dtype(x)), "gates"
     else:
-        given, name = logits_of(gates, pooled, call.mask).to(pooled.dtype), "the gate's logits"
+        logits, name = logits_of(gates, pooled, call.mask), "the gate's logits"
+        if not isinstance(logits, Tensor):
+            raise ValueError(f"{name} are a {type(logits).__name__}; expected a tensor, (N, K)")
+        given = logits.to(pooled.dtype)
     wrong_modes = num_modes is not None and given.shape[-1] != num_modes
     if given.ndim != 2 or given.shape[0] != x.shape[0] or given.shape[1] == 0 or wrong_modes:
         # written only here: a compiler takes a number in a text for a constant

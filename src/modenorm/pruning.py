@@ -8,24 +8,24 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from modenorm.convert import acts_as_batchnorm, turn_to_batchnorm
+from modenorm.convert_back import acts_as_batchnorm, turn_to_batchnorm
 from modenorm.fewer_modes import LayerView, furthest, leave_shared, watching
 from modenorm.kernels import without_compiling
 from modenorm.modes import evaluating, parts_of
-from modenorm.parameters import check_optimizer, exchange_parameter
+from modenorm.parameters import check_optimizer
 from modenorm.pruning_report import LayerPruning, Pruning
 from modenorm.recording import mode_layers, uncompiled
 from modenorm.resizing import Layer
-from modenorm.selection import check_model, check_unwrapped, listed
-from modenorm.switches import has_switches
+from modenorm.selection import check_model, check_unwrapped
+from modenorm.switches import check_switched
 from modenorm.threads import one_thread
 
 __all__ = ["DEFAULT_TOLERANCE", "LayerPruning", "Pruning", "prune_modes"]
@@ -121,7 +121,7 @@ def _prune(
     found: dict[float, float] = {}
 
     def tolerated(limit: float) -> bool:
-        trial = copy.deepcopy(model)
+        trial = _copy(model)
         for name, layer in mode_layers(trial).items():
             views[name].shrink(layer, furthest(paths[name], limit))
         most = tolerance if limit > NO_DIFFERENCE else max(tolerance, ROUNDING)
@@ -146,20 +146,8 @@ def _check_prunable(
     if not layers:
         raise ValueError("prune_modes found no mode norm or mode group norm in the model")
     if optimizer is not None:
-        check_optimizer(optimizer)
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if held.isdisjoint(map(id, model.parameters())):
-            raise ValueError(
-                "the optimizer has no parameter of this model; give the one that trains it, or "
-                "leave optimizer= out"
-            )
-    gates = {name: getattr(layer, "gate", None) for name, layer in layers.items()}
-    switched = [name for name, gate in gates.items() if has_switches(gate)]
-    if switched:
-        raise ValueError(
-            f"a ModeSparsity has its switches on {listed(switched)}, one for each mode; call its "
-            f"remove() before prune_modes"
-        )
+        check_optimizer(optimizer, model)
+    check_switched(layers, "prune_modes")
 
 
 def _turn_to_batchnorm(
@@ -171,13 +159,7 @@ def _turn_to_batchnorm(
         for name, view in views.items()
         if name and not view.takes_more and acts_as_batchnorm(view.layer, 0.0)
     }
-    turned = turn_to_batchnorm(model, found)
-    for layer, name in found.items():
-        for key in ("weight", "bias"):
-            before, after = getattr(layer, key), getattr(turned[name], key)
-            if optimizer is not None and before is not after:  # it had a row for each mode
-                exchange_parameter(optimizer, before, after)
-    return turned
+    return turn_to_batchnorm(model, found, optimizer)
 
 
 def _largest(limits: Sequence[float], tolerated: Callable[[float], bool]) -> float:
@@ -191,17 +173,37 @@ def _largest(limits: Sequence[float], tolerated: Callable[[float], bool]) -> flo
 
 def _outputs(model: nn.Module, inputs: Iterable[Tensor]) -> list[Tensor]:
     """What the model says of each batch in evaluation, in one row."""
-    with evaluating(model):
+    with evaluating(model), _same_noise(model):
         return [_row(model(x)) for x in inputs]
+
+
+@contextmanager
+def _same_noise(model: nn.Module) -> Iterator[None]:
+    """A model that is random in evaluation, too, draws the same numbers each time."""
+    devices = {p.get_device() for p in model.parameters() if p.is_cuda}
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(0)
+        yield
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    """A copy of a model that may keep tensors of its last step, which torch doesn't copy."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for value in vars(module).values():
+            for tensor in _tensors(value):
+                if not tensor.is_leaf:
+                    memo[id(tensor)] = tensor.detach().clone()
+    return copy.deepcopy(model, memo)
 
 
 def _row(output: Any) -> Tensor:
     tensors = [tensor.double().flatten() for tensor in _tensors(output)]
-    return torch.cat(tensors) if tensors else torch.empty(0, dtype=torch.float64)
+    return torch.cat(tensors) if tensors else torch.empty(0, dtype=torch.float64, device="cpu")
 
 
 def _tensors(output: Any) -> list[Tensor]:
-    """The floating-point tensors in what a model returns."""
+    """The floating-point tensors in what a model returns, or keeps."""
     if isinstance(output, Tensor):
         return [output] if output.is_floating_point() else []
     if isinstance(output, dict):
@@ -223,7 +225,7 @@ def _change(
     Beyond `most` the other batches don't matter: it only grows with them.
     """
     count, square, change = sum(map(len, before)), 0.0, 0.0
-    with evaluating(model):
+    with evaluating(model), _same_noise(model):
         for x, row in zip(inputs, before, strict=True):
             square += float((_row(model(x)) - row).square().sum())
             change = (square / count) ** 0.5 / scale

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from modenorm.buffers import recomputing
+from modenorm.checks import check_module
 from modenorm.layers import ModeGroupNorm, ModeNorm
-from modenorm.listeners import GateListener
+from modenorm.listeners import Listener
 
 __all__ = ["GateRecording", "listening", "mode_layers", "record_gates", "uncompiled"]
 
@@ -39,7 +40,7 @@ class GateRecording(dict[str, list[Tensor]]):
         self.steps: dict[str, list[int]] = {}
         self._limit = limit
 
-    def _listener(self, name: str) -> GateListener:
+    def _listener(self, name: str) -> Listener:
         return _Track(self, name, self._limit).add
 
 
@@ -89,27 +90,34 @@ class _Track:
 
 def mode_layers(model: nn.Module) -> dict[str, ModeNorm | ModeGroupNorm]:
     """The model's mode norms and mode group norms by name, in the order of definition."""
+    check_module(model)
     return {name: module for name, module in model.named_modules() if isinstance(module, KINDS)}
 
 
 @contextlib.contextmanager
-def listening(listeners: Iterable[tuple[nn.Module, GateListener]]) -> Iterator[None]:
+def listening(
+    listeners: Iterable[tuple[nn.Module, Listener]], kind: str = "gate_listener"
+) -> Iterator[None]:
     """Add listeners to layers; those that were there before go on hearing, and return at the end.
 
     A forward that activation checkpointing repeats is not heard again. Those that came later may
     stay for longer.
+
+    Args:
+        listeners: Layers, and what is called with what is heard of each.
+        kind: The attribute of `Heard` that says what that is.
     """
     added: list[tuple[dict[str, Any], _Link]] = []
     try:
         for layer, listener in listeners:
             attributes = vars(layer)  # what nn.Module's own way would look through takes longer
-            link = _Link(attributes["gate_listener"], listener)
+            link = _Link(attributes.get(kind), listener)
             added.append((attributes, link))
-            attributes["gate_listener"] = link
+            attributes[kind] = link
         yield
     finally:
         for attributes, link in reversed(added):
-            attributes["gate_listener"] = _without(attributes["gate_listener"], link)
+            attributes[kind] = _without(attributes[kind], link)
 
 
 class _Link:
@@ -117,17 +125,17 @@ class _Link:
 
     __slots__ = ("before", "new")
 
-    def __init__(self, before: GateListener | None, new: GateListener) -> None:
+    def __init__(self, before: Listener | None, new: Listener) -> None:
         self.before, self.new = before, new
 
-    def __call__(self, gates: Tensor) -> None:
+    def __call__(self, heard: Tensor) -> None:
         if self.before is not None:
-            self.before(gates)
+            self.before(heard)
         if not recomputing():
-            self.new(gates)
+            self.new(heard)
 
 
-def _without(listener: GateListener | None, link: _Link) -> GateListener | None:
+def _without(listener: Listener | None, link: _Link) -> Listener | None:
     """A layer's listener after one link of it has gone."""
     if listener is link:
         return link.before
@@ -168,7 +176,7 @@ def record_gates(model: nn.Module, limit: int = DEFAULT_LIMIT) -> Iterator[GateR
 
 
 def _check_limit(limit: int, layers: Mapping[str, ModeNorm | ModeGroupNorm]) -> None:
-    if limit < 1:
+    if not limit >= 1:
         raise ValueError(f"limit is {limit}; it must be at least 1 value per layer")
     for name, layer in layers.items():
         one = layer.num_modes * (layer.num_channels if isinstance(layer, ModeGroupNorm) else 1)

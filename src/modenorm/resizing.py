@@ -14,10 +14,12 @@ from torch.optim import Optimizer
 
 from modenorm.checks import check_count
 from modenorm.layers import ModeGroupNorm, ModeNorm
+from modenorm.recording import mode_layers
 from modenorm.state import last_linear, modes_in
+from modenorm.switches import check_switched
 
 __all__ = [
-    "close_modes", "combine_modes", "group_members", "group_weights", "last_linear", "match_modes",
+    "close_modes", "combine_modes", "group_members", "group_weights", "match_modes",
     "merged_statistics", "mode_rows", "set_num_modes",
 ]  # fmt: skip
 
@@ -60,7 +62,7 @@ def group_members(groups: Sequence[tuple[int, ...]], num_modes: int) -> Tensor:
         tensor([[1., 0., 1.]], dtype=torch.float64)
     """
     rows = [[float(mode in group) for mode in range(num_modes)] for group in groups]
-    return torch.tensor(rows, dtype=torch.float64)
+    return torch.tensor(rows, dtype=torch.float64, device="cpu")
 
 
 def merged_statistics(weights: Tensor, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
@@ -279,13 +281,17 @@ def match_modes(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, tu
         >>> model.load_state_dict(pruned.state_dict())
         <All keys matched successfully>
     """
+    if not isinstance(state_dict, Mapping):
+        raise ValueError(
+            f"state_dict is a {type(state_dict).__name__}; expected model.state_dict()"
+        )
     wanted: dict[str, tuple[Layer, int]] = {}
-    for name, layer in model.named_modules():
-        if isinstance(layer, Layer):
-            num_modes = modes_in(layer, state_dict, f"{name}." if name else "")
-            if num_modes not in (None, layer.num_modes):
-                _resizable(layer, num_modes)
-                wanted[name] = (layer, num_modes)
+    for name, layer in mode_layers(model).items():
+        num_modes = modes_in(layer, state_dict, f"{name}." if name else "")
+        if num_modes is not None and num_modes != layer.num_modes:
+            _resizable(layer, num_modes)
+            wanted[name] = (layer, num_modes)
+    check_switched({name: layer for name, (layer, _) in wanted.items()}, "match_modes")
     changed = {name: (layer.num_modes, num_modes) for name, (layer, num_modes) in wanted.items()}
     for layer, num_modes in wanted.values():  # after all were looked at: some may share a gate
         set_num_modes(layer, num_modes)

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from modenorm.checks import check_module
+
 __all__ = [
     "Where", "batchnorms", "check_convertible", "check_model", "check_unwrapped", "is_timm_act",
     "listed", "modes_of", "select",
@@ -24,8 +26,6 @@ SHARDED = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 
 def check_model(model: nn.Module) -> None:
     """Refuse models whose layers can't be exchanged, or not any more."""
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model is {model!r}; expected an nn.Module")
     check_unwrapped(model, "new parameters; convert the model before wrapping it")
     for name, module in model.named_modules():
         kind, at = type(module).__name__, f" at {name!r}" if name else ""
@@ -45,6 +45,7 @@ def check_model(model: nn.Module) -> None:
 
 def check_unwrapped(model: nn.Module, message: str) -> None:
     """Refuse models inside of a wrapper that knows their parameters as they were."""
+    check_module(model)
     for name, module in model.named_modules():
         if SHARDED & {base.__name__ for base in type(module).__mro__}:
             kind, at = type(module).__name__, f" at {name!r}" if name else ""

@@ -17,8 +17,8 @@ from modenorm.checks import check_choice
 from modenorm.kernels.entropy import usage_entropy
 from modenorm.kernels.switches import expected_open
 from modenorm.layers import ModeNorm
-from modenorm.listeners import UsageListener
-from modenorm.recording import mode_layers
+from modenorm.listeners import Listener
+from modenorm.recording import listening, mode_layers
 from modenorm.switches import Switches
 
 __all__ = ["DEFAULT_STRENGTH", "METHODS", "ModeSparsity"]
@@ -47,7 +47,8 @@ class ModeSparsity(nn.Module):
     costs; the default strength takes little more than duplicates. `strength` is a tensor that can
     be changed at any time, also between replays of a captured step.
 
-    A layer that a forward uses several times counts with its last use. With switches under
+    Several penalties on one model add up. A layer that a forward uses several times counts with its
+    last use. With switches under
     DistributedDataParallel the gradients of their parameters are averaged over the ranks.
 
     Mode group norms are left alone: they average their modes without the gates, so a mode without
@@ -110,10 +111,8 @@ class ModeSparsity(nn.Module):
             self._switches = Switches(self, layers)
             self._switches.attach(model, self._attached)
         else:
-            for place, layer in enumerate(layers):
-                listener = self._listener(place, layer)
-                layer.usage_listener = listener
-                self._attached.callback(_release, layer, listener)
+            heard = [(layer, self._listener(place, layer)) for place, layer in enumerate(layers)]
+            self._attached.enter_context(listening(heard, "usage_listener"))
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles, say of a module that holds this one, are on no model."""
@@ -127,6 +126,11 @@ class ModeSparsity(nn.Module):
 
     def forward(self) -> Tensor:
         """The loss of the model's last forward in training."""
+        if self._removed:
+            raise ValueError(
+                "this ModeSparsity is on no model: remove() was called, or it is a copy; make a "
+                "new one, or leave it out of the loss"
+            )
         if self.log_odds is not None:
             kept = None if self._switches is None else self._switches.take_cost()
             return self.strength * expected_open(self.log_odds).sum() if kept is None else kept
@@ -157,7 +161,7 @@ class ModeSparsity(nn.Module):
         self._attached.close()
         self.forget()
 
-    def _listener(self, place: int, layer: ModeNorm) -> UsageListener:
+    def _listener(self, place: int, layer: ModeNorm) -> Listener:
         def listen(usage: Tensor) -> None:
             if usage.requires_grad and layer.training:
                 self._usages[place] = usage
@@ -167,8 +171,3 @@ class ModeSparsity(nn.Module):
     def extra_repr(self) -> str:
         """The arguments."""
         return f"strength={float(self.strength):g}, method={self.method!r}"
-
-
-def _release(layer: ModeNorm, listener: UsageListener) -> None:
-    if layer.usage_listener is listener:  # and not that of a later penalty
-        layer.usage_listener = None

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from modenorm.gates import LinearGate
 
-__all__ = ["explain_modes", "last_linear", "modes_in", "spread_batchnorm"]
+__all__ = ["explain_modes", "fit_share", "last_linear", "modes_in", "spread_batchnorm"]
 
 
 def last_linear(gate: nn.Module, num_modes: int) -> Any:
@@ -77,15 +77,24 @@ def spread_batchnorm(layer: Any, state_dict: Any, prefix: str) -> None:
         if key in state_dict and state_dict[key].ndim == 1:
             state_dict[key] = state_dict[key].repeat(layer.num_modes, 1)
     kept = dict(layer.gate.state_dict(prefix=prefix + "gate."))
-    for name in ("running_share", "num_batches_tracked"):  # torch before 0.4.1 had no counter
-        kept[prefix + name] = getattr(layer, name)
-    tracked = state_dict.get(prefix + "num_batches_tracked")
-    if layer.running_share is not None and tracked is not None:
-        share = tracked.to(layer.running_share.dtype) / layer.num_modes
-        kept[prefix + "running_share"] = share.repeat(layer.num_modes)
+    # torch before 0.4.1 had no counter
+    kept[prefix + "num_batches_tracked"] = layer.num_batches_tracked
     for name, tensor in kept.items():
         if tensor is not None and not getattr(tensor, "is_meta", False):  # that has no values
             state_dict.setdefault(name, tensor)
+
+
+def fit_share(layer: Any, state_dict: Any, prefix: str) -> None:
+    """Let a state of the other `running_update` load: with equal shares, or without any."""
+    key, share = prefix + "running_share", layer.running_share
+    if share is None:
+        state_dict.pop(key, None)
+    elif key not in state_dict and prefix + "running_mean" in state_dict:
+        tracked = state_dict.get(prefix + "num_batches_tracked")
+        if tracked is not None:
+            share = (tracked.to(share.dtype) / layer.num_modes).repeat(layer.num_modes)
+        if not getattr(share, "is_meta", False):
+            state_dict[key] = share
 
 
 def _is_batchnorm(layer: Any, state_dict: Mapping[str, Any], prefix: str) -> bool:

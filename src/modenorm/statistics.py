@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from modenorm.checks import check_module
+from modenorm.exchange import has_group
 from modenorm.gates import StandardizedGate
 from modenorm.layers import ESTIMATES, ModeNorm
 from modenorm.mixing import RunningEstimates, Statistics, update_running
@@ -29,7 +31,8 @@ def recalibrate(model: nn.Module, batches: Iterable[Any]) -> int:
     are taken along. A mode is averaged over the batches that have samples of it; without any it
     keeps its estimates, as does a layer that no batch reaches. The other parts of the model run as
     in evaluation; modes of training, momenta and parameters are left as they were, and so are the
-    estimates if a batch fails.
+    estimates if a batch fails. A model whose statistics are those of all ranks needs this call on
+    every rank, as often; without a process group this process is taken for all.
 
     Args:
         model: any model with mode norms.
@@ -44,6 +47,7 @@ def recalibrate(model: nn.Module, batches: Iterable[Any]) -> int:
         >>> recalibrate(layer, [torch.randn(8, 3, 4, 4) for _ in range(5)])
         5
     """
+    check_module(model)
     layers = [module for module in model.modules() if isinstance(module, ModeNorm)]
     layers = [layer for layer in layers if layer.track_running_stats]
     if not layers:
@@ -106,18 +110,20 @@ def _collecting(
     momenta = {layer: layer.momentum for layer in layers}
     modules: list[ModeNorm | StandardizedGate] = [*layers, *gates]
     frozen = {module: module.statistics_frozen for module in modules}
+    ranks = {module: module.ranks for module in modules}
     with evaluating(model):
         try:
             for module in modules:
                 module.training, module.statistics_frozen = True, False
+                module.ranks = module.ranks if has_group() else None
             for layer in layers:
                 layer.momentum = None
             for gate in gates:
                 gate.averaged = torch.zeros_like(gate.running_var[0])
             yield
         finally:
-            for module, was in frozen.items():
-                module.statistics_frozen = was
+            for module in modules:
+                module.statistics_frozen, module.ranks = frozen[module], ranks[module]
             for layer in layers:
                 layer.momentum = momenta[layer]
             for gate in gates:
@@ -154,6 +160,7 @@ def freeze_statistics(model: nn.Module, frozen: bool = True) -> list[str]:
         >>> freeze_statistics(nn.Sequential(nn.Conv2d(3, 8, 3), modenorm.ModeNorm2d(8)))
         ['1']
     """
+    check_module(model)
     names = []
     for name, module in model.named_modules():
         if isinstance(module, StandardizedGate):

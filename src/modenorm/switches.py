@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -21,9 +21,10 @@ from modenorm.buffers import recomputing
 from modenorm.gates import LinearGate
 from modenorm.kernels.switches import draw_for_biases, draw_switches
 from modenorm.layers import ModeNorm
-from modenorm.resizing import last_linear
+from modenorm.selection import listed
+from modenorm.state import last_linear
 
-__all__ = ["Switches", "has_switches"]
+__all__ = ["Switches", "check_switched"]
 
 
 class Penalty(Protocol):
@@ -114,6 +115,11 @@ class Switches:
         biases = [layer.gate.bias for layer in self.layers if isinstance(layer.gate, LinearGate)]
         if len(biases) < len(self.layers):
             return None
+        if [len(bias) for bias in biases] != self.sizes:
+            raise ValueError(
+                f"the gates have {[len(bias) for bias in biases]} modes, but the ModeSparsity on "
+                f"them was made for {self.sizes}: call its remove(), then make a new one"
+            )
         penalty = self.penalty
         drawn = draw_for_biases(self._log_odds(), penalty.strength, penalty.random, biases)
         if drawn is None:
@@ -207,10 +213,19 @@ class _Token:
         self.done = True
 
 
-def has_switches(gate: nn.Module | None) -> bool:
+def check_switched(layers: Mapping[str, nn.Module], call: str) -> None:
+    """Refuse to change the modes of layers that have a switch on each."""
+    gates = {name: getattr(layer, "gate", None) for name, layer in layers.items()}
+    switched = [name for name, gate in gates.items() if gate is not None and _has_switches(gate)]
+    if switched:
+        raise ValueError(
+            f"a ModeSparsity has its switches on {listed(switched)}, one for each mode; call its "
+            f"remove() before {call}"
+        )
+
+
+def _has_switches(gate: nn.Module) -> bool:
     """Whether there are switches on a gate that have not been removed."""
-    if gate is None:
-        return False
     hooks = (*getattr(gate, "bias_changes", ()), *gate._forward_hooks.values())
     owners = (getattr(getattr(hook, "func", None), "__self__", None) for hook in hooks)
     return any(isinstance(owner, Switches) and not owner.removed for owner in owners)

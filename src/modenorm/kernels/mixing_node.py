@@ -42,7 +42,7 @@ def mix(
     among = None if ranks is None else _Among(ranks, positions)
     scale, shift, mode_mean, mode_var, mass = _Mix.apply(mean, var, gates, weight, bias, eps, among)
     if among is not None:
-        return scale, shift, exchange.with_share(mode_mean, mode_var, mass)
+        return scale, shift, exchange.with_share(mode_mean, mode_var, mass, positions)
     return scale, shift, mixing.Statistics(mode_mean, mode_var, mass, mass / gates.shape[0])
 
 

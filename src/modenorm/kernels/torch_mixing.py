@@ -38,7 +38,8 @@ def coefficients(
     for k in range(gates.shape[1]):
         shift += (mean - mode_mean[k]).mul_(scaled[k]).mul_(gates[:, k, None])
     if bias is not None:
-        shift += gates @ bias if bias.ndim == 2 else bias
+        # not in place, which torch skips where one of the two is on the meta device
+        shift = shift + (gates @ bias if bias.ndim == 2 else bias)
     return gates @ scaled, shift
 
 

@@ -161,7 +161,7 @@ def _merge(
     mode_mean.copy_(merged[1])
     mode_var.copy_(merged[2])
     if running is not None:
-        batch = exchange.with_share(mode_mean, mode_var, mass)
+        batch = exchange.with_share(mode_mean, mode_var, mass, num_positions)
         mixing.update_running(running, batch, options.momentum, options.running_update)
 
 

@@ -25,7 +25,7 @@ from modenorm.findings import ModeReport
 from modenorm.lab.data import ImageSet
 from modenorm.lab.data.loader import DeviceImages, Scaling
 from modenorm.lab.training.files import write_whole
-from modenorm.listeners import GateListener
+from modenorm.listeners import Listener
 from modenorm.modes import mode_report
 from modenorm.recording import listening, mode_layers
 
@@ -140,7 +140,7 @@ def look(
     """
     found: dict[str, list[Tensor]] = {name: [] for name in layers}
 
-    def listener(name: str) -> GateListener:
+    def listener(name: str) -> Listener:
         return lambda gates: found[name].append(gates if gates.ndim == 2 else gates.mean(1))
 
     modules = mode_layers(model)
