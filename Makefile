@@ -29,7 +29,7 @@ docs: $(STAMP)
 	$(BIN)/sphinx-build --quiet --fresh-env --fail-on-warning -d site/.doctrees docs site
 	@echo "open site/index.html"
 
-# The picture of the report page in README.md and docs/modes.md.
+# Pictures of the report page and of the built-in data, in README.md and docs/.
 pictures: demo browser
 	$(BIN)/python docs/picture.py demo/report.html
 

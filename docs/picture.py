@@ -1,4 +1,4 @@
-"""Draw docs/img/report.png from the page of a demo: make pictures.
+"""Draw docs/img/report.png, from the page of a demo, and builtin.png: make pictures.
 
 Needs Chromium and the package playwright.
 """
@@ -11,8 +11,12 @@ from pathlib import Path
 
 from playwright.sync_api import Page, sync_playwright
 
+from modenorm.lab.data import load
+from modenorm.lab.data.picture import contact_sheet
+
 SHOWN = ("results", "modes", "gallery")
 """Sections of the page; the others are left out."""
+PICTURES = Path(__file__).parent / "img"
 RUN = "lenet on builtin: MN K=4, seed 0"
 
 
@@ -27,9 +31,10 @@ def draw(page: Page, output: Path) -> None:
 
 
 if __name__ == "__main__":
+    contact_sheet(load("builtin").train, columns=6).save(PICTURES / "builtin.png", optimize=True)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"))
         page = browser.new_page(viewport={"width": 1180, "height": 900})
         page.goto(Path(sys.argv[1]).resolve().as_uri())
-        draw(page, Path(__file__).parent / "img" / "report.png")
+        draw(page, PICTURES / "report.png")
         browser.close()
