@@ -24,6 +24,7 @@ from modenorm.kernels.gpu.inference import inference_launch  # noqa: E402
 from modenorm.kernels.gpu.mixing_launches import MOST_GROUPED, Mixing  # noqa: E402
 from modenorm.kernels.gpu.mode_group_mixing import ChannelMixing  # noqa: E402
 from modenorm.kernels.gpu.passes import Geometry, Passes  # noqa: E402
+from modenorm.kernels.gpu.plan import AffineKind, MixingKind, RunningKind  # noqa: E402
 from modenorm.kernels.gpu.several import launch_for  # noqa: E402
 from modenorm.kernels.gpu.tiles import inference_tile, lines_for  # noqa: E402
 from modenorm.lab.layers import (  # noqa: E402
@@ -80,6 +81,10 @@ def resources(compiled, folder):
     return {name: int(number) for name, number in re.findall(r"(REG|STACK|SHARED):(\d+)", said)}
 
 
+SHARED = AffineKind(weight=True, bias=True)
+AFFINE = (AffineKind(False, False), SHARED, AffineKind(True, True, per_mode=True))
+
+
 def all_launches(*owners):
     parts = [part for owner in owners for part in vars(owner).values()]
     several = [launch for part in parts if isinstance(part, dict) for launch in part.values()]
@@ -93,9 +98,9 @@ def test_kernels_compile(capability, channels_last, monkeypatch):
     geometry = Geometry(8, 24, 36, channels_last, torch.bfloat16)
     owners = [Passes(geometry)]
     if not channels_last:  # the mixing sees (N, C) arrays alone
-        affine, running = (True, True, False), (True, True, True, True)
-        owners.append(Mixing(8, 24, 36, 3, 1e-5, 0.1, True, affine, running, True, True))
-        owners.append(ChannelMixing(8, 24, 36, 3, 1e-5, True, (True, True), True))
+        kind = MixingKind(1e-5, SHARED, True, 0.1, RunningKind(True, True, True, True), True)
+        owners.append(Mixing(8, 24, 36, 3, kind, True))
+        owners.append(ChannelMixing(8, 24, 36, 3, 1e-5, True, SHARED, True))
     found = all_launches(*owners)
     assert len(found) == (7 if channels_last else 22)
     for launch in found:
@@ -120,8 +125,9 @@ def test_sums_stay_in_registers(positions, monkeypatch, tmp_path):
 def test_mixing_stays_in_registers(channels, num_modes, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     monkeypatch.setattr(launches, "can_overlap", lambda: True)
-    affine, running = (True, True, False), (True, False, True, False)
-    mixing = Mixing(256, channels, 49, num_modes, 1e-5, 0.1, True, affine, running, True, True)
+    running = RunningKind(updates=True, counts_batches=True)
+    kind = MixingKind(1e-5, SHARED, True, 0.1, running, has_usage=True)
+    mixing = Mixing(256, channels, 49, num_modes, kind, True)
     for launch in all_launches(mixing):
         assert resources(compile_for(launch, 90), tmp_path)["STACK"] == 0, launch.kernel.__name__
 
@@ -131,10 +137,10 @@ def test_groups_of_modes_compile(num_modes, monkeypatch, tmp_path):
     """For as many samples as they take; nothing is spilled."""
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     monkeypatch.setattr(launches, "can_overlap", lambda: True)
-    running = (True, True, True, True)
-    for affine in ((False, False, False), (True, True, False), (True, True, True)):
-        options = (1e-5, 0.1, True, affine, running, True, True)
-        mixing = Mixing(MOST_GROUPED, 4096, 49, num_modes, *options)
+    running = RunningKind(True, True, True, True)
+    for affine in AFFINE:
+        kind = MixingKind(1e-5, affine, True, 0.1, running, True)
+        mixing = Mixing(MOST_GROUPED, 4096, 49, num_modes, kind, True)
         for launch in (mixing.statistics, mixing.modes_backward):
             done, name = compile_for(launch, 90), launch.kernel.__name__
             assert name.startswith("group_")
@@ -148,7 +154,7 @@ def test_evaluation_compiles(capability, channels_last, num_modes, monkeypatch):
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     monkeypatch.setattr(launches, "can_overlap", lambda: capability >= 90)
     geometry = Geometry(8, 24, 35, channels_last, torch.bfloat16)
-    for affine in ((False, False, False), (True, True, False), (True, True, True)):
+    for affine in AFFINE:
         launch = inference_launch(geometry, num_modes, 1e-5, affine, True)
         ptx = compile_for(launch, capability).asm["ptx"]
         assert ("griddepcontrol.wait" in ptx) == (capability >= 90)
@@ -163,7 +169,7 @@ def test_evaluation_reads_wide(shape, channels_last, dtype, monkeypatch, tmp_pat
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     monkeypatch.setattr(launches, "can_overlap", lambda: True)
     geometry = Geometry(*shape, channels_last, dtype)
-    launch = inference_launch(geometry, 2, 1e-5, (True, True, False), True)
+    launch = inference_launch(geometry, 2, 1e-5, SHARED, True)
     done = compile_for(launch, 90, "bf16" if dtype.itemsize == 2 else "fp32")
     assert resources(done, tmp_path)["STACK"] == 0
     tile, threads = inference_tile(geometry, 2), 32 * launch.options["num_warps"]
@@ -209,7 +215,7 @@ def test_sums_over_ragged_rows_read_wide(positions, dtype, monkeypatch, tmp_path
         assert done.metadata.shared <= 4 * lines.lines  # the rows' sums alone
 
 
-@pytest.mark.parametrize("affine", [(False, False, False), (True, True, False), (True, True, True)])
+@pytest.mark.parametrize("affine", AFFINE, ids=str)
 def test_parts_of_the_mixing_compile(affine, monkeypatch):
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     monkeypatch.setattr(launches, "can_overlap", lambda: True)

@@ -8,6 +8,7 @@ from test_mixing_parts import AFFINE, arrays, compare_parts
 from modenorm.kernels.gpu import mixing as gpu_mixing
 from modenorm.kernels.gpu import mixing_launches, mode_norm_plan
 from modenorm.kernels.gpu.mixing_launches import Mixing
+from modenorm.kernels.gpu.plan import AffineKind, MixingKind, RunningKind
 
 NEVER = 1 << 30
 RUNNING = [
@@ -62,8 +63,9 @@ def statistics(given, finite, running, has_usage):
     """Running estimates, counter, shares, statistics, mass and usage."""
     mean, var, gates = given
     sizes, modes = (*mean.shape, 9), (gates.shape[1], mean.shape[1])
-    options = (1e-5, 0.1, True, (True, True, False), running, has_usage, False)
-    launch = Mixing(*sizes, modes[0], *options).statistics
+    affine = AffineKind(weight=True, bias=True)
+    kind = MixingKind(1e-5, affine, True, 0.1, RunningKind(*running), has_usage)
+    launch = Mixing(*sizes, modes[0], kind, direct=False).statistics
     estimates = torch.linspace(-1, 1, 2 * modes[0] * modes[1]).view(2, *modes).to(mean)
     tracked, share = torch.full((), 3, device=mean.device), torch.ones(modes[0]).to(mean)
     outputs = [torch.zeros(shape).to(mean) for shape in (modes, modes, modes[:1], modes[:1])]
@@ -100,7 +102,7 @@ def test_running_estimates(device, what, running, groups, monkeypatch):
     ],
 )
 def test_when(size, grouped):
-    options = (1e-5, 0.1, True, (True,) * 3, (False,) * 4, False, False)
-    mixing = Mixing(*size[:2], 49, size[2], *options)
+    kind = MixingKind(1e-5, AffineKind(weight=True, bias=True, per_mode=True), has_gate=True)
+    mixing = Mixing(*size[:2], 49, size[2], kind, direct=False)
     kernels = [launch.kernel.__name__ for launch in (mixing.statistics, mixing.modes_backward)]
     assert [name.startswith("group_") for name in kernels] == grouped

@@ -18,6 +18,7 @@ import triton.language as tl
 
 from modenorm.kernels.gpu.common import begin, load_rows
 from modenorm.kernels.gpu.launch import Launch
+from modenorm.kernels.gpu.plan import AffineKind
 from modenorm.kernels.gpu.tiles import Geometry, in_pieces, inference_tile, power_of_two_in
 
 __all__ = ["inference_launch", "lines_shape"]
@@ -368,10 +369,10 @@ def inference_launch(
     geometry: Geometry,
     num_modes: int,
     eps: float,
-    affine: tuple[bool, bool, bool],
+    affine: AffineKind,
     direct: bool,
 ) -> Launch:
-    """The launch for tensors of one geometry; affine: see `Mixing`, direct: see `Launch`."""
+    """The launch for tensors of one geometry; direct: see `Launch`."""
     samples, channels, positions, last, dtype = geometry
     tile, pieces = inference_tile(geometry, num_modes), in_pieces(geometry, num_modes)
     rows, width = (tile.rows, tile.positions) if pieces else (tile.positions, tile.rows)

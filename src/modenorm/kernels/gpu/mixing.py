@@ -13,7 +13,7 @@ from torch import Tensor
 
 from modenorm.kernels.gpu.device import on_device
 from modenorm.kernels.gpu.mixing_launches import Mixing
-from modenorm.kernels.gpu.plan import affine_kind, aligned, pointer
+from modenorm.kernels.gpu.plan import AffineKind, MixingKind, affine_kind, aligned, pointer
 from modenorm.kernels.layout import can_count
 
 __all__ = ["coefficients", "mode_gradients", "sample_gradients", "statistics", "takes"]
@@ -155,11 +155,9 @@ def _launches_for(
 def _launches(
     sizes: tuple[int, int, int],
     eps: float,
-    affine: tuple[bool, bool, bool],
-    device: int,
+    affine: AffineKind,
+    device: int,  # kernels are compiled for one
     direct: bool,
 ) -> Mixing:
     num_samples, num_channels, num_modes = sizes
-    running = (False, False, False, False)
-    options = (eps, 0.0, False, affine, running, False, direct)
-    return Mixing(num_samples, num_channels, 1, num_modes, *options)
+    return Mixing(num_samples, num_channels, 1, num_modes, MixingKind(eps, affine), direct)

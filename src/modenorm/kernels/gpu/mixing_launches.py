@@ -23,6 +23,7 @@ from modenorm.kernels.gpu.mixing_forward import (
     statistics_kernel,
 )
 from modenorm.kernels.gpu.mixing_groups import group_backward_kernel, group_statistics_kernel
+from modenorm.kernels.gpu.plan import MixingKind
 
 __all__ = ["Mixing"]
 
@@ -47,12 +48,7 @@ class Mixing:
         num_channels: C.
         num_positions: L.
         num_modes: K.
-        eps: added to the variances.
-        momentum: the weight of the batch in the running estimates.
-        has_gate: the linear gate's parameters are given, not the gates.
-        affine: which of weight and bias there are, and whether they are per mode.
-        running: whether to update the running estimates, by usage, with a counter, with shares.
-        has_usage: whether to write the usage of the modes down.
+        kind: what else they depend on.
         direct: see `Launch`.
     """
 
@@ -62,14 +58,10 @@ class Mixing:
         num_channels: int,
         num_positions: int,
         num_modes: int,
-        eps: float,
-        momentum: float,
-        has_gate: bool,
-        affine: tuple[bool, bool, bool],
-        running: tuple[bool, bool, bool, bool],
-        has_usage: bool,
+        kind: MixingKind,
         direct: bool,
     ) -> None:
+        eps, affine, has_gate = kind.eps, kind.affine, kind.has_gate
         modes = triton.next_power_of_2(num_modes)
         samples, channels = map(triton.next_power_of_2, (num_samples, num_channels))
         wide = min(channels, max(16, 8192 // modes))
@@ -99,8 +91,8 @@ class Mixing:
         if size >= BACKWARD_GROUPED:
             backward = (group_backward_kernel, *_groups(*sizes, BACKWARD_GROUP))
         kernel, grid, tile, warps = statistics
-        constants: tuple[int, ...] = (*running, has_usage, *tile)
-        self.statistics = Launch(kernel, grid, (*sizes, momentum), constants, warps, direct)
+        constants: tuple[int, ...] = (*kind.running, kind.has_usage, *tile)
+        self.statistics = Launch(kernel, grid, (*sizes, kind.momentum), constants, warps, direct)
         self.coefficients = Launch(
             coefficients_kernel,
             (triton.cdiv(num_samples, few), triton.cdiv(num_channels, narrow)),
@@ -126,13 +118,13 @@ class Mixing:
             for of_gates in (False, True)
             for of_usage in (False, True)
         }
-        has_weight, _, per_mode = affine
+        shares_weight = affine.weight and not affine.per_mode
         self.parameters_backward, self.late_parameters_backward = (
             Launch(
                 parameters_backward_kernel,
                 by_mode,
                 sizes,
-                (has_gate, has_weight and not per_mode, late, walk, modes, block),
+                (has_gate, shares_weight, late, walk, modes, block),
                 4,
                 direct,
             )

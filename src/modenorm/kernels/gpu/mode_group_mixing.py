@@ -10,6 +10,7 @@ import triton.language as tl
 
 from modenorm.kernels.gpu.common import begin
 from modenorm.kernels.gpu.launch import Launch
+from modenorm.kernels.gpu.plan import AffineKind
 
 __all__ = ["ChannelMixing"]
 
@@ -284,7 +285,7 @@ class ChannelMixing:
         num_modes: K.
         eps: added to the variances.
         pixel: take variances over all values, not over the channels' averages.
-        affine: which of weight and bias there are.
+        affine: which affine parameters there are, none of them per mode.
         direct: see `Launch`.
     """
 
@@ -296,7 +297,7 @@ class ChannelMixing:
         num_modes: int,
         eps: float,
         pixel: bool,
-        affine: tuple[bool, bool],
+        affine: AffineKind,
         direct: bool,
     ) -> None:
         channels = triton.next_power_of_2(num_channels)
@@ -307,7 +308,7 @@ class ChannelMixing:
                 _forward_kernel,
                 (num_samples,),
                 (*sizes, eps),
-                (with_gates, pixel, *affine, channels),
+                (with_gates, pixel, affine.weight, affine.bias, channels),
                 num_warps,
                 direct,
             )
@@ -318,7 +319,7 @@ class ChannelMixing:
                 _backward_kernel,
                 (num_samples,),
                 (*sizes, num_positions, eps),
-                (pixel, affine[0], extra, channels),
+                (pixel, affine.weight, extra, channels),
                 num_warps,
                 direct,
             )
@@ -331,7 +332,7 @@ class ChannelMixing:
             _parameters_kernel,
             (programs,),
             (num_samples, *sizes, eps),
-            (*affine, walk, block),
+            (affine.weight, affine.bias, walk, block),
             8,
             direct,
         )

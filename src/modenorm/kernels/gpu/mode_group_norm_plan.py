@@ -17,7 +17,7 @@ from modenorm.kernels import plain
 from modenorm.kernels.cpp.node import MODE_GROUP_NORM
 from modenorm.kernels.gpu.mode_group_mixing import ChannelMixing
 from modenorm.kernels.gpu.passes import Geometry, Passes
-from modenorm.kernels.gpu.plan import affine_kind, aligned, geometry_of, pointer
+from modenorm.kernels.gpu.plan import AffineKind, affine_kind, aligned, geometry_of, pointer
 from modenorm.kernels.gpu.slab import channel_backward_slab, channel_forward_slab, channel_kept_slab
 from modenorm.kernels.gpu.stage import Split, Stage, Stream, node_of
 from modenorm.kernels.mode_group_norm_arrays import ChannelBackward, ChannelForward, Given
@@ -34,13 +34,13 @@ class ChannelPlan:
         num_modes: int,
         eps: float,
         pixel: bool,
-        affine: tuple[bool, bool, bool],
+        affine: AffineKind,
         direct: bool,
     ) -> None:
         samples, channels, positions = geometry[:3]
         self.passes, self.pixel = Passes(geometry, direct), pixel
         self.mixing = ChannelMixing(
-            samples, channels, positions, num_modes, eps, pixel, affine[:2], direct
+            samples, channels, positions, num_modes, eps, pixel, affine, direct
         )
         self.gates_shape = (samples, channels, num_modes)
         self.kept = channel_kept_slab(self.gates_shape, pixel)
@@ -135,8 +135,8 @@ def _plan(
     num_modes: int,
     eps: float,
     pixel: bool,
-    affine: tuple[bool, bool, bool],
-    device: int,
+    affine: AffineKind,
+    device: int,  # kernels are compiled for one
     direct: bool,
 ) -> ChannelPlan:
     return ChannelPlan(geometry, num_modes, eps, pixel, affine, direct)

@@ -22,7 +22,15 @@ from modenorm.kernels.gpu.inference import inference_launch, lines_shape
 from modenorm.kernels.gpu.launch import Launch, Pointer
 from modenorm.kernels.gpu.mixing_launches import Mixing
 from modenorm.kernels.gpu.passes import Geometry, Passes
-from modenorm.kernels.gpu.plan import affine_kind, aligned, geometry_of, pointer
+from modenorm.kernels.gpu.plan import (
+    AffineKind,
+    MixingKind,
+    affine_kind,
+    aligned,
+    geometry_of,
+    pointer,
+    running_kind,
+)
 from modenorm.kernels.gpu.slab import Slab, backward_slab, forward_slab, kept_slab
 from modenorm.kernels.gpu.stage import Part, Split, Stage, Stream, node_of
 from modenorm.kernels.gpu.tiles import one_launch
@@ -48,23 +56,17 @@ class ModePlan:
         self,
         geometry: Geometry,
         num_modes: int,
-        eps: float,
-        momentum: float,
-        has_gate: bool,
-        affine: tuple[bool, bool, bool],
-        running: tuple[bool, bool, bool, bool],
-        has_usage: bool,
+        kind: MixingKind,
         direct: bool,
     ) -> None:
         samples, channels, positions = geometry[:3]
         self.num_modes, self.num_samples, self.num_positions = num_modes, samples, positions
         self.passes = Passes(geometry, direct)
-        options = (eps, momentum, has_gate, affine, running, has_usage, direct)
-        self.mixing = Mixing(samples, channels, positions, num_modes, *options)
+        self.mixing = Mixing(samples, channels, positions, num_modes, kind, direct)
         rows = (samples, channels)
         self.kept = kept_slab(*rows, num_modes)
         self.forward = forward_slab(*rows)
-        self.inference, run_inference = self._plan_inference(geometry, eps, affine)
+        self.inference, run_inference = self._plan_inference(geometry, kind.eps, kind.affine)
         self.backward = backward_slab(*rows, num_modes)
         stage, kinds = partial(Stage, direct), self.mixing.samples_backward
         parts = (self._statistics, self._coefficients, self._apply)
@@ -99,7 +101,7 @@ class ModePlan:
         return self._node
 
     def _plan_inference(
-        self, geometry: Geometry, eps: float, affine: tuple[bool, bool, bool]
+        self, geometry: Geometry, eps: float, affine: AffineKind
     ) -> tuple[Slab, Part]:
         """The memory and the launches of an evaluation."""
         if not one_launch(geometry, self.num_modes):
@@ -244,18 +246,15 @@ def plan_for(
     if plan is None and fits(x, inputs, estimates, options.num_modes):
         if len(_plans) == MOST_PLANS:
             _plans.clear()
-        running = _running_kind(estimates if moves else None, options.running_update == "usage")
-        plan = _plans[key] = ModePlan(
-            geometry_of(x),
-            inputs.num_modes,
+        kind = MixingKind(
             options.eps,
-            0.0 if options.momentum is None else options.momentum,
-            inputs.gates is None,
             affine_kind(inputs.weight, inputs.bias),
-            running,
-            options.usage_matters,
-            direct,
+            has_gate=inputs.gates is None,
+            momentum=options.momentum or 0.0,  # with None there is no update here
+            running=running_kind(estimates if moves else None, options.running_update == "usage"),
+            has_usage=options.usage_matters,
         )
+        plan = _plans[key] = ModePlan(geometry_of(x), inputs.num_modes, kind, direct)
     return plan
 
 
@@ -263,9 +262,3 @@ def _estimates(running: RunningEstimates | None, mean: Pointer) -> tuple[Pointer
     """What a launch takes for the running estimates, whether there are any or not."""
     given = running or (None,) * 4
     return tuple(pointer(estimate, mean) for estimate in given)
-
-
-def _running_kind(running: RunningEstimates | None, usage: bool) -> tuple[bool, bool, bool, bool]:
-    if running is None:
-        return False, False, False, False
-    return True, usage, running.num_batches_tracked is not None, running.share is not None
