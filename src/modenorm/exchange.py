@@ -26,7 +26,16 @@ if dist.is_available():
 if TYPE_CHECKING:  # a torch without torch.distributed still imports this
     from torch.distributed import ProcessGroup
 
-__all__ = ["Ranks", "has_group", "in_use", "merge", "statistics", "total", "with_share"]
+__all__ = [
+    "Ranks",
+    "has_group",
+    "in_use",
+    "merge",
+    "statistics",
+    "sum_gradients",
+    "total",
+    "with_share",
+]
 
 SIGNATURE_BYTES = 256
 _numbers = itertools.count()
@@ -197,16 +206,28 @@ class _Total(torch.autograd.Function):
         return total(gradient, ctx.ranks), None
 
 
-def merge(mass: Tensor, mean: Tensor, var: Tensor, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Mass (K,), mean and variance (K, C) over all ranks, from those of this one (Chan et al.)."""
+def merge(
+    mass: Tensor, mean: Tensor, var: Tensor, ranks: int, positions: int = 1
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Mass (K,), mean and variance (K, C) over all ranks, from those of this one (Chan et al.).
+
+    A mass counts samples of so many positions, of which other ranks may have more or fewer.
+    """
     num_channels = mean.shape[1]
-    parts = gather(torch.cat([mass[:, None], mean, var], 1), ranks)
+    parts = gather(torch.cat([mass[:, None] * positions, mean, var], 1), ranks)
     masses, means, variances = parts.split([1, num_channels, num_channels], 2)
     mass = masses.sum(0)  # (K, 1)
     shares = masses / mass.clamp_min(torch.finfo(mass.dtype).tiny)  # (R, K, 1)
     mean = (shares * means).sum(0)
     var = (shares * (variances + (means - mean) ** 2)).sum(0)
-    return mass.squeeze(1), mean, var
+    return mass.squeeze(1) / positions, mean, var
+
+
+def sum_gradients(u: Tensor, s: Tensor, mass: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
+    """Gradients of the merged means and variances over all ranks, (K, C), divided by the mass."""
+    divisor = mass.clamp_min(torch.finfo(mass.dtype).tiny)[:, None]
+    both = total(torch.cat([u, s], 1) * divisor, ranks) / divisor
+    return both[:, : u.shape[1]], both[:, u.shape[1] :]
 
 
 def statistics(mean: Tensor, var: Tensor, weights: Tensor, ranks: Ranks) -> mixing.Statistics:

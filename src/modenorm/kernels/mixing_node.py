@@ -69,9 +69,8 @@ class _Mix(torch.autograd.Function):
         mass, mode_mean, mode_var = parts.statistics(mean, var, gates)
         if among is not None:
             mass, mode_mean, mode_var = exchange.merge(
-                mass * among.positions, mode_mean, mode_var, among.ranks.number
+                mass, mode_mean, mode_var, among.ranks.number, among.positions
             )
-            mass = mass / among.positions
         scale, shift = parts.coefficients(mean, gates, mode_mean, mode_var, weight, bias, eps)
         ctx.save_for_backward(mean, var, gates, weight, bias, mode_mean, mode_var, mass)
         ctx.eps, ctx.among = eps, among
@@ -107,9 +106,7 @@ def _differentiate(
     if not any(ctx.needs_input_grad[:3]):
         return None, None, None, dweight, dbias
     if ctx.among is not None:
-        divisor = mass.clamp_min(torch.finfo(mass.dtype).tiny)[:, None]
-        both = exchange.total(torch.cat([u, s], 1) * divisor, ctx.among.ranks.number) / divisor
-        u, s = both.chunk(2, 1)
+        u, s = exchange.sum_gradients(u, s, mass, ctx.among.ranks.number)
     dmean, dvar, dgates = parts.sample_gradients(
         a, d, mean, var, gates, mode_mean, mode_var, u, s, handed, bias
     )

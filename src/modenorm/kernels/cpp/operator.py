@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from modenorm.kernels.cpp.module import cpp_module
@@ -20,9 +21,10 @@ from modenorm.kernels.gpu.device import current_stream, is_elsewhere
 if TYPE_CHECKING:
     from modenorm.kernels.gpu.stage import Arrays, Stage
 
-__all__ = ["Work", "repeated"]
+__all__ = ["Work", "operator"]
 
 MOST_CALLS = 4096
+LIBRARY = torch.library.Library("modenorm", "FRAGMENT")
 _numbers, _remembered = itertools.count(), itertools.count()
 
 
@@ -35,15 +37,35 @@ class Work(NamedTuple):
     arrays: Arrays
 
 
-def repeated(operator: Callable[..., Work]) -> Callable[..., tuple[Tensor, ...]]:
-    """An operator that does its work, by C++ where that knows such a call.
+def operator(schema: str, like: Callable[..., Any]) -> Callable[[Callable[..., Work]], Any]:
+    """A decorator that makes torch.ops.modenorm.NAME of a function that finds the work of a call.
+
+    By hand: what torch.library.custom_op puts around an operator takes longer than its launches.
+
+    Args:
+        schema: Name, arguments and results, as torch writes them.
+        like: Allocates the results of a call and does nothing else, for tracing.
+    """
+    name = schema.partition("(")[0]
+
+    def registered(find_work: Callable[..., Work]) -> Any:
+        LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        torch.library.impl(LIBRARY, name, "CompositeExplicitAutograd")(_repeated(find_work))
+        torch.library.register_fake(f"modenorm::{name}", like, lib=LIBRARY)
+        return getattr(torch.ops.modenorm, name).default
+
+    return registered
+
+
+def _repeated(find_work: Callable[..., Work]) -> Callable[..., tuple[Tensor, ...]]:
+    """A function that does the work of a call, by C++ where that knows such a call.
 
     What a call does must follow from its numbers and how its tensors look, as the `Look` of C++
     sees them: sizes, strides, types, devices, and whether addresses suit the kernels.
     """
     number = next(_numbers)
 
-    @functools.wraps(operator)
+    @functools.wraps(find_work)
     def run(*arguments: Any) -> tuple[Tensor, ...]:
         first = arguments[0]
         module = None if is_elsewhere(first) else cpp_module()
@@ -51,7 +73,7 @@ def repeated(operator: Callable[..., Work]) -> Callable[..., tuple[Tensor, ...]]
             found = module.repeat(current_stream(first), number, *arguments)
             if found is not None:
                 return found
-        work = operator(*arguments)
+        work = find_work(*arguments)
         work.stage(work.arrays)
         if module is not None:
             _remember(module, number, arguments, work)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from modenorm.kernels import plain
-from modenorm.kernels.cpp.operator import Work, repeated
+from modenorm.kernels.cpp.operator import Work, operator
 from modenorm.kernels.gpu.slab import channel_backward_slab, channel_forward_slab, channel_kept_slab
 from modenorm.kernels.layout import as_dense, dense_like
 from modenorm.kernels.mode_group_norm_arrays import (
@@ -72,24 +72,23 @@ class _Map(torch.autograd.Function):
         return plain.as_type(dx, x.dtype), *dgate, *found, *(None,) * 6
 
 
-_LIBRARY = torch.library.Library("modenorm", "FRAGMENT")
 _GIVEN = "Tensor gate_weight, Tensor gate_bias, Tensor? weight, Tensor? bias"
-_LIBRARY.define(
+
+
+def _statistics_like(x: Tensor, gate_weight: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for the results of `statistics`."""
+    samples, channels, pixel = x.shape[0], x.shape[1], given[-1]
+    shape = (samples, channels, gate_weight.shape[0])
+    gates = torch.empty(shape, device=x.device, dtype=torch.float32)
+    kept = channel_kept_slab(shape, pixel).allocate(x.device)
+    return gates, kept, channel_forward_slab(samples, channels).allocate(x.device)
+
+
+@operator(
     f"channel_statistics(Tensor x, {_GIVEN}, float eps, bool pixel) -> (Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    _statistics_like,
 )
-_LIBRARY.define(
-    f"channel_gradients(Tensor dy, Tensor? dgates, Tensor x, {_GIVEN}, Tensor kept, "
-    "float eps, bool pixel) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-statistics = torch.ops.modenorm.channel_statistics.default
-gradients = torch.ops.modenorm.channel_gradients.default
-
-
-@torch.library.impl(_LIBRARY, "channel_statistics", "CompositeExplicitAutograd")
-@repeated
-def _statistics(x: Tensor, *given: Any) -> Work:
+def statistics(x: Tensor, *given: Any) -> Work:
     """The gates, what is kept for backward, and the map's scale and shift: two slabs."""
     from modenorm.kernels.gpu.mode_group_norm_plan import channel_plan_for
 
@@ -102,9 +101,22 @@ def _statistics(x: Tensor, *given: Any) -> Work:
     return Work((gates, kept, lines), plan.run_mix, arrays)
 
 
-@torch.library.impl(_LIBRARY, "channel_gradients", "CompositeExplicitAutograd")
-@repeated
-def _gradients(
+def _gradients_like(
+    dy: Tensor, dgates: Tensor | None, x: Tensor, gate_weight: Tensor, *given: Any
+) -> tuple[Tensor, ...]:
+    """Memory for the results of `gradients`."""
+    gate_bias, weight, bias, _, eps, pixel = given
+    shape = (x.shape[0], x.shape[1], gate_weight.shape[0])
+    lines = channel_backward_slab(shape, pixel).allocate(x.device)
+    return lines, *_empty_gradients(Given(gate_weight, gate_bias, weight, bias, eps, pixel))
+
+
+@operator(
+    f"channel_gradients(Tensor dy, Tensor? dgates, Tensor x, {_GIVEN}, Tensor kept, "
+    "float eps, bool pixel) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _gradients_like,
+)
+def gradients(
     dy: Tensor,
     dgates: Tensor | None,
     x: Tensor,
@@ -130,25 +142,6 @@ def _gradients(
         dense_like(dy, x), x, *inputs[:3], dgates, kept, lines, None, *places
     )  # fmt: skip
     return Work((lines, *found), plan.run_mix_backward[dgates is None], arrays)
-
-
-@torch.library.register_fake("modenorm::channel_statistics", lib=_LIBRARY)
-def _(x: Tensor, gate_weight: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    samples, channels, pixel = x.shape[0], x.shape[1], given[-1]
-    shape = (samples, channels, gate_weight.shape[0])
-    gates = torch.empty(shape, device=x.device, dtype=torch.float32)
-    kept = channel_kept_slab(shape, pixel).allocate(x.device)
-    return gates, kept, channel_forward_slab(samples, channels).allocate(x.device)
-
-
-@torch.library.register_fake("modenorm::channel_gradients", lib=_LIBRARY)
-def _(
-    dy: Tensor, dgates: Tensor | None, x: Tensor, gate_weight: Tensor, *given: Any
-) -> tuple[Tensor, ...]:
-    gate_bias, weight, bias, _, eps, pixel = given
-    shape = (x.shape[0], x.shape[1], gate_weight.shape[0])
-    lines = channel_backward_slab(shape, pixel).allocate(x.device)
-    return lines, *_empty_gradients(Given(gate_weight, gate_bias, weight, bias, eps, pixel))
 
 
 def _empty_gradients(given: Given) -> list[Tensor]:

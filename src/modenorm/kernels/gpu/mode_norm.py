@@ -156,19 +156,17 @@ def _merge(
 ) -> None:
     """Replace this rank's mean, variance and mass of the modes by those of all ranks."""
     mode_mean, mode_var, mass = statistics
-    merged = exchange.merge(mass * num_positions, mode_mean, mode_var, ranks.number)
-    mass.copy_(merged[0] / num_positions)
-    mode_mean.copy_(merged[1])
-    mode_var.copy_(merged[2])
+    merged = exchange.merge(mass, mode_mean, mode_var, ranks.number, num_positions)
+    for of_rank, found in zip((mass, mode_mean, mode_var), merged, strict=True):
+        of_rank.copy_(found)
     if running is not None:
         batch = exchange.with_share(mode_mean, mode_var, mass, num_positions)
         mixing.update_running(running, batch, options.momentum, options.running_update)
 
 
 def _sum(gradients: list[Tensor], mass: Tensor, ranks: Ranks) -> None:
-    """Sum the gradients of the statistics, which the kernel has divided by the mass."""
+    """Replace this rank's gradients of the statistics by the sums of all ranks."""
     u, s = gradients
-    divisor = mass.clamp_min(torch.finfo(mass.dtype).tiny)[:, None]
-    both = exchange.total(torch.cat([u, s], 1) * divisor, ranks.number) / divisor
-    u.copy_(both[:, : u.shape[1]])
-    s.copy_(both[:, u.shape[1] :])
+    summed = exchange.sum_gradients(u, s, mass, ranks.number)
+    for of_rank, found in zip(gradients, summed, strict=True):
+        of_rank.copy_(found)

@@ -17,7 +17,7 @@ from torch import Tensor
 from modenorm import mixing
 from modenorm.checks import Options
 from modenorm.kernels import plain
-from modenorm.kernels.cpp.operator import Work, repeated
+from modenorm.kernels.cpp.operator import Work, operator
 from modenorm.kernels.gpu.slab import Slab, backward_slab, forward_slab, kept_slab
 from modenorm.kernels.layout import as_aligned, as_dense, can_count, dense_like
 from modenorm.kernels.mode_norm_arrays import Backward, Forward, Found, Inputs, beside_output
@@ -109,28 +109,23 @@ class _Map(torch.autograd.Function):
         return plain.as_type(dx, x.dtype), *present, *(None,) * 6
 
 
-# By hand: what torch.library.custom_op puts around an operator takes longer than its launches.
-_LIBRARY = torch.library.Library("modenorm", "FRAGMENT")
 _INPUTS = "Tensor? gates, Tensor? gate_weight, Tensor? gate_bias, Tensor? weight, Tensor? bias"
-_LIBRARY.define(
+
+
+def _statistics_like(x: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for the results of `statistics`."""
+    device, inputs = x.device, Inputs(*given[:5])
+    kept = _kept_slab(x, inputs).allocate(device)
+    return kept, forward_slab(*x.shape[:2]).allocate(device), _usage(x, inputs, given[-1])
+
+
+@operator(
     f"statistics(Tensor x, {_INPUTS}, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
     "Tensor(c!)? tracked, Tensor(d!)? share, "
     "float eps, float momentum, bool by_usage, bool usage_matters) -> (Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    _statistics_like,
 )
-_LIBRARY.define(
-    "gradients(Tensor dy, Tensor? dused, Tensor? dusage, "
-    f"Tensor x, {_INPUTS}, Tensor kept, Tensor? mapped, float eps) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-statistics = torch.ops.modenorm.statistics.default
-gradients = torch.ops.modenorm.gradients.default
-
-
-@torch.library.impl(_LIBRARY, "statistics", "CompositeExplicitAutograd")
-@repeated
-def _statistics(
+def statistics(
     x: Tensor,
     gates: Tensor | None,
     gate_weight: Tensor | None,
@@ -163,9 +158,20 @@ def _statistics(
     return Work((kept, lines, usage), plan.run_mix, arrays)
 
 
-@torch.library.impl(_LIBRARY, "gradients", "CompositeExplicitAutograd")
-@repeated
-def _gradients(
+def _gradients_like(dy: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    """Memory for the results of `gradients`."""
+    x, inputs = given[2], Inputs(*given[3:8])
+    lines = _backward_slab(x, inputs).allocate(x.device)
+    return lines, *(_like(tensor, x) for tensor in inputs)
+
+
+@operator(
+    "gradients(Tensor dy, Tensor? dused, Tensor? dusage, "
+    f"Tensor x, {_INPUTS}, Tensor kept, Tensor? mapped, float eps) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _gradients_like,
+)
+def gradients(
     dy: Tensor,
     dused: Tensor | None,
     dusage: Tensor | None,
@@ -199,20 +205,6 @@ def _gradients(
     stages = plan.run_mix_backward if mapped is None else plan.run_cut_backward
     stage = stages[dused is not None, dusage is not None]
     return Work((lines, *found), stage, arrays)
-
-
-@torch.library.register_fake("modenorm::statistics", lib=_LIBRARY)
-def _(x: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    device, inputs = x.device, Inputs(*given[:5])
-    kept = _kept_slab(x, inputs).allocate(device)
-    return kept, forward_slab(*x.shape[:2]).allocate(device), _usage(x, inputs, given[-1])
-
-
-@torch.library.register_fake("modenorm::gradients", lib=_LIBRARY)
-def _(dy: Tensor, *given: Any) -> tuple[Tensor, ...]:
-    x, inputs = given[2], Inputs(*given[3:8])
-    lines = _backward_slab(x, inputs).allocate(x.device)
-    return lines, *(_like(tensor, x) for tensor in inputs)
 
 
 def _kept_slab(x: Tensor, inputs: Inputs) -> Slab:

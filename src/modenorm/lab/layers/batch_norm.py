@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from modenorm.buffers import HALF_TYPES
 from modenorm.kernels import plain
-from modenorm.kernels.cpp.operator import Work, repeated
+from modenorm.kernels.cpp.operator import Work, operator
 from modenorm.kernels.gpu.slab import Slab
 from modenorm.kernels.layout import as_dense, dense_like
 from modenorm.lab.layers.own_kernels import can_run, switched_on
@@ -105,24 +105,19 @@ def _along(values: Tensor) -> Tensor:
     return values.view(-1, 1, 1)
 
 
-_LIBRARY = torch.library.Library("modenorm", "FRAGMENT")
-_LIBRARY.define(
+def _statistics_like(x: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    """Memory for the results of `batch_statistics`."""
+    rows = x.shape[:2]
+    return _kept_slab(rows, given[-1]).allocate(x.device), _moments_slab(rows).allocate(x.device)
+
+
+@operator(
     "batch_statistics(Tensor x, Tensor weight, Tensor bias, Tensor(a!) running_mean, "
     "Tensor(b!) running_var, Tensor(c!) tracked, float eps, float momentum, bool relu) "
     "-> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    _statistics_like,
 )
-_LIBRARY.define(
-    "batch_gradients(Tensor dy, Tensor x, Tensor kept, bool relu) -> (Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-batch_statistics = torch.ops.modenorm.batch_statistics.default
-batch_gradients = torch.ops.modenorm.batch_gradients.default
-
-
-@torch.library.impl(_LIBRARY, "batch_statistics", "CompositeExplicitAutograd")
-@repeated
-def _statistics(
+def batch_statistics(
     x: Tensor,
     weight: Tensor,
     bias: Tensor,
@@ -141,25 +136,23 @@ def _statistics(
     return Work((kept, moments), plan.run_statistics, _Forward(x, *given, kept, moments))
 
 
-@torch.library.impl(_LIBRARY, "batch_gradients", "CompositeExplicitAutograd")
-@repeated
-def _gradients(dy: Tensor, x: Tensor, kept: Tensor, relu: bool) -> Work:
+def _gradients_like(
+    dy: Tensor, x: Tensor, kept: Tensor, relu: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for the results of `batch_gradients`."""
+    return _empty_gradients(x)
+
+
+@operator(
+    "batch_gradients(Tensor dy, Tensor x, Tensor kept, bool relu) -> (Tensor, Tensor, Tensor)",
+    _gradients_like,
+)
+def batch_gradients(dy: Tensor, x: Tensor, kept: Tensor, relu: bool) -> Work:
     """A slab with slope and offset of dx; the gradients of weight and bias."""
     x = as_dense(x)
     dy, found = dense_like(dy, x), _empty_gradients(x)
     plan = _plan_for((x, dy, kept), 0.0, 0.0, relu)
     return Work(found, plan.run_gradients, _Backward(dy, x, kept, *found))
-
-
-@torch.library.register_fake("modenorm::batch_statistics", lib=_LIBRARY)
-def _(x: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
-    rows = x.shape[:2]
-    return _kept_slab(rows, given[-1]).allocate(x.device), _moments_slab(rows).allocate(x.device)
-
-
-@torch.library.register_fake("modenorm::batch_gradients", lib=_LIBRARY)
-def _(dy: Tensor, x: Tensor, kept: Tensor, relu: bool) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_gradients(x)
 
 
 def _kept_slab(rows: tuple[int, ...], relu: bool) -> Slab:
