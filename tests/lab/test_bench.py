@@ -267,7 +267,7 @@ def test_sync_command(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["README.md", "docs/kernels.md", "docs/scaling.md", "docs/automatic_modes.md"]
+    "name", ["README.md", "docs/speed.md", "docs/scaling.md", "docs/automatic_modes_study.md"]
 )
 def test_pages_show_the_measured_results(name):
     page = (ROOT / name).read_text()

@@ -143,5 +143,5 @@ def test_closed_networks_go_on_and_modes_stay_closed(method: str) -> None:
 
 
 def test_the_page_shows_the_committed_results() -> None:
-    page = ROOT / "docs" / "automatic_modes.md"
+    page = ROOT / "docs" / "automatic_modes_study.md"
     assert with_results(page.read_text(), ROOT / "results") == page.read_text()

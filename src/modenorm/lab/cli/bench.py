@@ -27,7 +27,7 @@ from modenorm.lab.training.runner import choose_device
 
 app = typer.Typer(help="Measure speed and memory against torch's norms.", no_args_is_help=True)
 
-DOCS = ("kernels.md", "scaling.md", "automatic_modes.md")
+DOCS = ("speed.md", "scaling.md", "automatic_modes_study.md")
 PAGES = [Path("README.md"), *map(Path("docs").joinpath, DOCS)]
 LAYER_COLUMNS = {
     "device_us": "device µs",

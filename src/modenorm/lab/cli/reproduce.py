@@ -40,7 +40,7 @@ from modenorm.lab.training import Run, Training, train_many
 from modenorm.lab.training.files import write_whole
 from modenorm.lab.training.ranks import started_ranks
 
-PAGES = (Path("README.md"), Path("docs/reproduction.md"), Path("docs/automatic_modes.md"))
+PAGES = (Path("README.md"), Path("docs/reproduction.md"), Path("docs/automatic_modes_study.md"))
 ALONE = ("figure2", "all", "pages")
 TARGETS = (*TABLES, *ALONE)
 PLAIN_SECONDS = 30.0
