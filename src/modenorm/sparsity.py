@@ -42,14 +42,14 @@ class ModeSparsity(nn.Module):
       and is drawn anew in every forward of the model in training.
 
     Start it when modes have formed, about half way through the training: from the first step on it
-    closes modes before they find their samples (docs/automatic_modes.md). The penalty is in nats
-    beside the loss, so a mode goes if it lowers the loss by less than its part of the entropy
-    costs; even the default strength took useful modes from a ResNet20 (see that page).
-    `strength` is a tensor that can be changed at any time, also between replays of a captured step.
+    closes modes before they find their samples. The penalty is in nats next to the loss, so a mode
+    goes if it lowers the loss by less than its part of the entropy costs. Even the default strength
+    took useful modes from a ResNet20: see docs/automatic_modes_study.md. `strength` is a tensor that
+    can be changed at any time, also between replays of a captured step.
 
     Several penalties on one model add up. A layer that a forward uses several times counts with its
-    last use. With switches under
-    DistributedDataParallel the gradients of their parameters are averaged over the ranks.
+    last use. With switches under DistributedDataParallel the gradients of their parameters are
+    averaged over the ranks.
 
     Mode group norms are left alone: they average their modes without the gates, so a mode without
     channels counts as much as any other.

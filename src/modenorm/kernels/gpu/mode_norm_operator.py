@@ -3,7 +3,7 @@
 Inductor's own sums over the positions of every sample are slow, and it would make dozens of
 launches of the mixing. So what leads to the map's coefficients, forward and backward, is an
 operator that it does not look into; the maps themselves are plain operators, which it fuses with
-what stands around the norm: the activation, the residual. Measured in docs/kernels.md.
+what stands around the norm: the activation, the residual. Measured in docs/speed.md.
 """
 
 from __future__ import annotations
