@@ -13,7 +13,7 @@ from torch import nn
 import modenorm
 from compare import assert_close
 from modenorm import match_modes, prune_modes, replace_batchnorm, to_batchnorm
-from modenorm.substitutes import ModeNormNd
+from modenorm.convert.substitutes import ModeNormNd
 from small_models import BATCHNORMS, INPUTS, images, small_model, trained
 
 CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}

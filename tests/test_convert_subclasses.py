@@ -10,7 +10,7 @@ from torch.nn.utils import parametrizations, prune
 import modenorm
 from compare import assert_close
 from modenorm import replace_batchnorm, to_batchnorm
-from modenorm.substitutes import LazyModeNorm2d, ModeNormAct2d
+from modenorm.convert.substitutes import LazyModeNorm2d, ModeNormAct2d
 from small_models import images, small_model, trained
 
 # Lazy modules say that they are new.

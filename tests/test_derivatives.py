@@ -12,7 +12,7 @@ import modenorm
 from compare import assert_close, double, make_layer, run
 from marks import TORCH_JIT, TRAINING
 from modenorm import functional
-from modenorm.substitutes import ModeNormNd
+from modenorm.convert.substitutes import ModeNormNd
 
 # Numerical derivatives. The gradient of a plain sum is zero: every check has random weights.
 

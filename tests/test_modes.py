@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from modenorm import ModeGroupNorm, ModeNorm1d, ModeNorm2d, mode_report, prune_modes, record_gates
-from modenorm.modes import effective_size, mutual_information, statistics_distances
+from modenorm.modes.report import effective_size, mutual_information, statistics_distances
 from small_models import counting_backend, mode_model
 
 torch.set_num_threads(1)

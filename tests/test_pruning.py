@@ -20,7 +20,7 @@ from modenorm import (
     match_modes,
     prune_modes,
 )
-from modenorm.resizing import close_modes, combine_modes, last_linear, set_num_modes
+from modenorm.pruning.resizing import close_modes, combine_modes, last_linear, set_num_modes
 
 torch.set_num_threads(1)
 FEATURES = 6

@@ -12,7 +12,6 @@ from modenorm import (
     ModeNorm1d,
     ModeNorm2d,
     ModeSparsity,
-    fewer_modes,
     match_modes,
     prune_modes,
     record_gates,
@@ -20,7 +19,8 @@ from modenorm import (
     use_backend,
 )
 from modenorm.kernels import choose_backend, without_compiling
-from modenorm.resizing import combine_modes
+from modenorm.pruning import layer_view
+from modenorm.pruning.resizing import combine_modes
 
 torch.set_num_threads(1)
 
@@ -275,7 +275,7 @@ def test_equal_modes_merge_without_any_tolerance():
 
 def test_a_change_that_no_layer_sees_is_measured(monkeypatch):
     """Samples that decide may be all alike; the model is compared on every one."""
-    monkeypatch.setattr(fewer_modes, "_chosen", lambda usage: torch.arange(0, len(usage), 2))
+    monkeypatch.setattr(layer_view, "_chosen", lambda usage: torch.arange(0, len(usage), 2))
     torch.manual_seed(0)
     x = in_turns(100)
     model = telling(x)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import modenorm
-from modenorm.resizing import set_num_modes
+from modenorm.pruning.resizing import set_num_modes
 
 
 def small_model() -> nn.Sequential:

@@ -14,7 +14,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-from modenorm import ModeGroupNorm, ModeNorm2d, record_gates, recording
+from modenorm import ModeGroupNorm, ModeNorm2d, record_gates
+from modenorm.modes import recording
 from small_models import counting_backend, mode_model
 
 torch.set_num_threads(1)

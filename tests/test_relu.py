@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import modenorm
-from modenorm.substitutes import ModeNormAct2d
+from modenorm.convert.substitutes import ModeNormAct2d
 
 
 def gradients(function, layer, x, dy):

@@ -4,17 +4,13 @@ Batch norm that discovers K modes in your data and normalises each with its own 
 """
 
 from modenorm import functional, gates, reference
-from modenorm.convert import replace_batchnorm
-from modenorm.convert_back import to_batchnorm
+from modenorm.convert import norm_parameters, replace_batchnorm, to_batchnorm
 from modenorm.distributed import convert_sync_modenorm
 from modenorm.gates import LinearGate, StandardizedGate
 from modenorm.kernels import use_backend
 from modenorm.layers import ModeGroupNorm, ModeNorm1d, ModeNorm2d, ModeNorm3d
-from modenorm.modes import mode_report
-from modenorm.parameters import norm_parameters
-from modenorm.pruning import prune_modes
-from modenorm.recording import record_gates
-from modenorm.resizing import match_modes
+from modenorm.modes import mode_report, record_gates
+from modenorm.pruning import match_modes, prune_modes
 from modenorm.sparsity import ModeSparsity
 from modenorm.statistics import freeze_statistics, recalibrate
 

@@ -18,7 +18,7 @@ from modenorm.kernels.entropy import usage_entropy
 from modenorm.kernels.switches import expected_open
 from modenorm.layers import ModeNorm
 from modenorm.listeners import Listener
-from modenorm.recording import listening, mode_layers
+from modenorm.modes.recording import listening, mode_layers
 from modenorm.switches import Switches
 
 __all__ = ["DEFAULT_STRENGTH", "METHODS", "ModeSparsity"]
@@ -44,7 +44,7 @@ class ModeSparsity(nn.Module):
     Start it when modes have formed, about half way through the training: from the first step on it
     closes modes before they find their samples. The penalty is in nats next to the loss, so a mode
     goes if it lowers the loss by less than its part of the entropy costs. Even the default strength
-    took useful modes from a ResNet20: see docs/automatic_modes_study.md. `strength` is a tensor that
+    took useful modes from a ResNet20 (docs/automatic_modes_study.md). `strength` is a tensor that
     can be changed at any time, also between replays of a captured step.
 
     Several penalties on one model add up. A layer that a forward uses several times counts with its

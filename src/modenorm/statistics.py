@@ -14,7 +14,7 @@ from modenorm.exchange import has_group
 from modenorm.gates import StandardizedGate
 from modenorm.layers import ESTIMATES, ModeNorm
 from modenorm.mixing import RunningEstimates, Statistics, update_running
-from modenorm.modes import evaluating, parts_of
+from modenorm.modes.report import evaluating, parts_of
 
 __all__ = ["freeze_statistics", "recalibrate"]
 

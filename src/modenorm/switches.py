@@ -18,10 +18,10 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from modenorm.buffers import recomputing
+from modenorm.convert.selection import listed
 from modenorm.gates import LinearGate
 from modenorm.kernels.switches import draw_for_biases, draw_switches
 from modenorm.layers import ModeNorm
-from modenorm.selection import listed
 from modenorm.state import last_linear
 
 __all__ = ["Switches", "check_switched"]

@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 from test_fused import layer_for, tensor
 
 import modenorm
+from modenorm.convert.substitutes import ModeNormAct2d
 from modenorm.kernels.c.library import library
 from modenorm.kernels.cpp import node as cpp_node
 from modenorm.kernels.cpp import operator as cpp_operator
@@ -29,7 +30,6 @@ from modenorm.kernels.gpu import (
 from modenorm.kernels.gpu import mode_group_norm as gpu_mode_group_norm
 from modenorm.kernels.gpu import mode_norm as gpu_mode_norm
 from modenorm.kernels.layout import interpreting
-from modenorm.substitutes import ModeNormAct2d
 
 if not interpreting():
     pytest.skip("a stand-in for the driver needs the interpreter", allow_module_level=True)

@@ -14,7 +14,7 @@ from modenorm.lab.models import create_model
 from modenorm.lab.training import Run, TrainConfig, Training, load_model, train
 from modenorm.lab.training.schedule import Schedule
 from modenorm.lab.training.trainer import Diverged
-from modenorm.recording import mode_layers
+from modenorm.modes.recording import mode_layers
 
 AUTO = {
     "modes": 3,

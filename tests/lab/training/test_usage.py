@@ -9,14 +9,14 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 from modenorm import mode_report
-from modenorm.findings import distinct_modes, duplicate_modes
 from modenorm.lab.data.loader import DeviceImages
 from modenorm.lab.models import create_model
 from modenorm.lab.training import evaluate
 from modenorm.lab.training.evaluate import count_errors
 from modenorm.lab.training.usage import ModeUsage, scalars, with_gates
-from modenorm.modes import statistics_distances
-from modenorm.recording import mode_layers
+from modenorm.modes.findings import distinct_modes, duplicate_modes
+from modenorm.modes.recording import mode_layers
+from modenorm.modes.report import statistics_distances
 
 
 def tell_apart(model: nn.Module) -> None:

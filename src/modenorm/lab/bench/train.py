@@ -29,7 +29,7 @@ from modenorm.lab.training.queue import side_by_side
 from modenorm.lab.training.runner import choose_device
 from modenorm.lab.training.sources import SharedData
 from modenorm.lab.training.usage import ModeUsage
-from modenorm.recording import record_gates
+from modenorm.modes.recording import record_gates
 
 __all__ = ["CASES", "TrainCase", "measure_training"]
 

@@ -8,7 +8,6 @@ import typer
 from rich.console import Console
 from torch import nn
 
-from modenorm.findings import ModeReport
 from modenorm.lab.cli.shown import make_console
 from modenorm.lab.data import NAMES, load
 from modenorm.lab.data.folder import folder_path
@@ -31,6 +30,7 @@ from modenorm.lab.training import Checkpoint, load_model
 from modenorm.lab.training.files import write_whole
 from modenorm.lab.training.runner import choose_device
 from modenorm.lab.training.sources import SharedData
+from modenorm.modes.findings import ModeReport
 
 PICTURES = (".png", ".jpg", ".webp")
 

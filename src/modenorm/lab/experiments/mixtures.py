@@ -25,9 +25,9 @@ from modenorm.lab.data.loader import derive_seed
 from modenorm.lab.provenance import provenance
 from modenorm.lab.training.closing import DEFAULT_SPARSITY
 from modenorm.lab.training.schedule import CLOSING
-from modenorm.modes import SMALLEST_GATE
-from modenorm.pruning import DEFAULT_TOLERANCE
-from modenorm.resizing import close_modes
+from modenorm.modes.report import SMALLEST_GATE
+from modenorm.pruning.prune import DEFAULT_TOLERANCE
+from modenorm.pruning.resizing import close_modes
 from modenorm.sparsity import DEFAULT_STRENGTH
 
 CHANNELS = CLASSES = 8

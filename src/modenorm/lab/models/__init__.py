@@ -26,8 +26,8 @@ from modenorm.lab.models.norms import (
 )
 from modenorm.lab.models.resnet import resnet18, resnet20, resnet56, resnet110
 from modenorm.lab.models.vgg import vgg13
-from modenorm.recording import mode_layers
-from modenorm.resizing import set_num_modes
+from modenorm.modes.recording import mode_layers
+from modenorm.pruning.resizing import set_num_modes
 
 __all__ = [
     "GATES",

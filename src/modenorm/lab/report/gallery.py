@@ -21,13 +21,13 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor, nn
 
-from modenorm.findings import ModeReport
 from modenorm.lab.data import ImageSet
 from modenorm.lab.data.loader import DeviceImages, Scaling
 from modenorm.lab.training.files import write_whole
 from modenorm.listeners import Listener
-from modenorm.modes import mode_report
-from modenorm.recording import listening, mode_layers
+from modenorm.modes.findings import ModeReport
+from modenorm.modes.recording import listening, mode_layers
+from modenorm.modes.report import mode_report
 
 FORMAT = "modenorm gallery 1"
 COLUMNS = 16

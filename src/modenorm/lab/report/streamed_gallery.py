@@ -8,11 +8,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from modenorm.findings import ModeReport
 from modenorm.lab.data import ImageSet
 from modenorm.lab.data.streaming import ImageFiles, Place, StreamedImages
 from modenorm.lab.report.gallery import LARGEST_TILE, Gallery, choose_layers, gallery_of
-from modenorm.recording import mode_layers
+from modenorm.modes.findings import ModeReport
+from modenorm.modes.recording import mode_layers
 
 BATCH = 64
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from modenorm import prune_modes
 from modenorm.lab.data.loader import Batches
-from modenorm.pruning import DEFAULT_TOLERANCE, Pruning
-from modenorm.resizing import close_modes
+from modenorm.pruning.prune import DEFAULT_TOLERANCE, Pruning
+from modenorm.pruning.resizing import close_modes
 
 DEFAULT_SPARSITY = DEFAULT_TOLERANCE
 """Tolerance of closing."""

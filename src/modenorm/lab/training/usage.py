@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modenorm.findings import distinct_modes, duplicate_modes
 from modenorm.layers import ModeNorm
-from modenorm.modes import SMALLEST_GATE, gate_distances, statistics_distances
-from modenorm.recording import mode_layers
+from modenorm.modes.findings import distinct_modes, duplicate_modes
+from modenorm.modes.recording import mode_layers
+from modenorm.modes.report import SMALLEST_GATE, gate_distances, statistics_distances
 
 DIGITS = 4
 Forward = Callable[[nn.Module, list[Any], Tensor], tuple[Tensor, list[Tensor]]]

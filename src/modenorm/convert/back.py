@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from modenorm.hooks import put_in_place, take_hooks
+from modenorm.convert.optimizers import check_optimizer, exchange_parameter
+from modenorm.convert.replacement import put_in_place, take_hooks
+from modenorm.convert.selection import check_model, listed
+from modenorm.convert.substitutes import ModeNormAct2d, ModeNormNd
 from modenorm.layers import ModeNorm, ModeNorm1d, ModeNorm2d, ModeNorm3d
-from modenorm.parameters import check_optimizer, exchange_parameter
-from modenorm.selection import check_model, listed
-from modenorm.substitutes import ModeNormAct2d, ModeNormNd
 
 __all__ = ["acts_as_batchnorm", "to_batchnorm", "turn_to_batchnorm"]
 

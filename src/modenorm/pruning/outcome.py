@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from modenorm.findings import finite
+from modenorm.modes.findings import finite
 
 if TYPE_CHECKING:
     from rich.table import Table

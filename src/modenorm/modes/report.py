@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from modenorm.checks import masked
-from modenorm.findings import LayerReport, ModeReport
 from modenorm.kernels import plain
 from modenorm.layers import ModeGroupNorm, ModeNorm
 from modenorm.mixing import batch_statistics
-from modenorm.recording import listening, mode_layers, uncompiled
+from modenorm.modes.findings import LayerReport, ModeReport
+from modenorm.modes.recording import listening, mode_layers, uncompiled
 
 __all__ = ["mode_report"]
 

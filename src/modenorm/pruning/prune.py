@@ -1,6 +1,6 @@
 """Take away modes that a trained model doesn't need, and say what that changed.
 
-Which modes can go is decided by what each layer computes (fewer_modes.py), how many go by what the
+Which modes can go is decided by what each layer computes (layer_view.py), how many go by what the
 model computes.
 """
 
@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from modenorm.convert_back import acts_as_batchnorm, turn_to_batchnorm
-from modenorm.fewer_modes import LayerView, furthest, leave_shared, watching
+from modenorm.convert.back import acts_as_batchnorm, turn_to_batchnorm
+from modenorm.convert.optimizers import check_optimizer
+from modenorm.convert.selection import check_model, check_unwrapped
 from modenorm.kernels import without_compiling
-from modenorm.modes import evaluating, parts_of
-from modenorm.parameters import check_optimizer
-from modenorm.pruning_report import LayerPruning, Pruning
-from modenorm.recording import mode_layers, uncompiled
-from modenorm.resizing import Layer
-from modenorm.selection import check_model, check_unwrapped
+from modenorm.modes.recording import mode_layers, uncompiled
+from modenorm.modes.report import evaluating, parts_of
+from modenorm.pruning.layer_view import LayerView, furthest, leave_shared, watching
+from modenorm.pruning.outcome import LayerPruning, Pruning
+from modenorm.pruning.resizing import Layer
 from modenorm.switches import check_switched
 from modenorm.threads import one_thread
 

@@ -1,7 +1,7 @@
 """A layer with fewer modes: how many go for which change of its output, and what became of it.
 
 Letters: N samples, C channels, K modes. A layer's map of each sample and channel depends on small
-arrays only, so dropping a mode or merging two is tried on them (mode_search.py) without running the
+arrays only, so dropping a mode or merging two is tried on them (search.py) without running the
 model.
 """
 
@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from modenorm.findings import DEAD_SHARE
 from modenorm.kernels import choose_backend, plain, streaming
 from modenorm.layers import ModeGroupNorm, ModeNorm
-from modenorm.mode_search import ChannelSearch, ModeSearch, Stop
-from modenorm.modes import SMALLEST_GATE, statistics_distances
-from modenorm.pruning_report import LayerPruning
-from modenorm.recording import listening
-from modenorm.resizing import combine_modes, mode_rows
+from modenorm.modes.findings import DEAD_SHARE
+from modenorm.modes.recording import listening
+from modenorm.modes.report import SMALLEST_GATE, statistics_distances
+from modenorm.pruning.outcome import LayerPruning
+from modenorm.pruning.resizing import combine_modes, mode_rows
+from modenorm.pruning.search import ChannelSearch, ModeSearch, Stop
 from modenorm.state import last_linear
 
 __all__ = ["LayerView", "Stop", "furthest", "leave_shared", "watching"]

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from modenorm.checks import check_count
 from modenorm.layers import ModeGroupNorm, ModeNorm
-from modenorm.recording import mode_layers
+from modenorm.modes.recording import mode_layers
 from modenorm.state import last_linear, modes_in
 from modenorm.switches import check_switched
 

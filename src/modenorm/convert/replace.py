@@ -1,4 +1,4 @@
-"""Models with batch norm into models with mode norm; convert_back.py has the way back.
+"""Models with batch norm into models with mode norm; back.py has the way back.
 
 Everything is checked before anything is changed, and what was changed is returned.
 """
@@ -15,12 +15,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.optim import Optimizer
 
-from modenorm.distributed import share_statistics
-from modenorm.gates import GateFactory
-from modenorm.hooks import put_in_place, take_hooks
-from modenorm.layers import ModeNorm, ModeNorm1d, ModeNorm2d, ModeNorm3d
-from modenorm.parameters import add_gates, check_optimizer
-from modenorm.selection import (
+from modenorm.convert.optimizers import add_gates, check_optimizer
+from modenorm.convert.replacement import put_in_place, take_hooks
+from modenorm.convert.selection import (
     Where,
     batchnorms,
     check_convertible,
@@ -30,13 +27,16 @@ from modenorm.selection import (
     modes_of,
     select,
 )
-from modenorm.substitutes import (
+from modenorm.convert.substitutes import (
     LazyModeNorm1d,
     LazyModeNorm2d,
     LazyModeNorm3d,
     ModeNormAct2d,
     ModeNormNd,
 )
+from modenorm.distributed import share_statistics
+from modenorm.gates import GateFactory
+from modenorm.layers import ModeNorm, ModeNorm1d, ModeNorm2d, ModeNorm3d
 
 __all__ = ["replace_batchnorm"]
 

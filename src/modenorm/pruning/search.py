@@ -15,7 +15,7 @@ from torch import Tensor
 
 from modenorm import mixing
 from modenorm.layers import ModeGroupNorm, ModeNorm
-from modenorm.resizing import group_members, group_weights, merged_statistics
+from modenorm.pruning.resizing import group_members, group_weights, merged_statistics
 
 __all__ = ["ChannelSearch", "ModeSearch", "Stop"]
 
