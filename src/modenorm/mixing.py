@@ -94,7 +94,9 @@ def batch_statistics(
         gates = gates * counts[:, None]
     mass = gates.sum(0)  # (K,)
     weights = (gates / divisor_of(mass)).t()  # (K, N), rows sum to 1
-    mode_mean = product(weights, mean)
+    # around a constant, since sums of large means lose digits, in the gates' gradients first of all
+    centre = mean.detach().mean(0).nan_to_num(0.0, 0.0, 0.0)  # there may be no sample
+    mode_mean = product(weights, mean - centre) + centre * (mass[:, None] > 0)
     between = (mean - mode_mean[:, None]) ** 2  # (K, N, C)
     mode_var = (weights[:, :, None] * (var + between)).sum(1)
     return Statistics(mode_mean, mode_var, mass, mass / total)
@@ -149,7 +151,8 @@ def channel_modes(
     """
     logs = torch.log_softmax(mean[..., None] * gate_weight + gate_bias, dim=-1)  # (N, C, K)
     weights = torch.softmax(logs, dim=1)  # gates over their sum, which may be too small a number
-    mode_mean = (weights * mean[..., None]).sum(1)  # (N, K)
+    centre = mean.detach().mean(1, keepdim=True)  # see `batch_statistics`
+    mode_mean = (weights * (mean - centre)[..., None]).sum(1) + centre  # (N, K)
     square = (mean[..., None] - mode_mean[:, None]) ** 2  # (N, C, K)
     if var is not None:
         square = square + var[..., None]
