@@ -162,7 +162,7 @@ def check_options(options: Options, estimates: RunningEstimates | None = None) -
 
 
 def masked(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """X, finite wherever the mask is False, and the mask as (N, 1, *positions), boolean.
+    """x, finite wherever the mask is False, and the mask as (N, 1, *positions), boolean.
 
     There gradients are zero as a rule, and zero times NaN would be NaN.
     """

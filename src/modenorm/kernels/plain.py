@@ -61,7 +61,7 @@ def masked_moments(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def apply(x: Tensor, centre: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """Y = (x − centre) · scale + shift, in x's type."""
+    """y = (x − centre) · scale + shift, in x's type."""
     shape = x.shape[:2] + (1,) * (x.ndim - 2)
     y = (x - centre.view(shape)) * scale.reshape(shape) + shift.view(shape)
     return as_type(y, x.dtype)
@@ -77,7 +77,7 @@ def empty_output(x: Tensor, *used: Tensor | None) -> Tensor:
 
 
 def as_type(y: Tensor, dtype: torch.dtype) -> Tensor:
-    """Y in a type; y itself if it has it, which a traced `to` of torch 2.11 gives no gradient."""
+    """y in a type; y itself if it has it, which a traced `to` of torch 2.11 gives no gradient."""
     return y if y.dtype == dtype else y.to(dtype)
 
 
@@ -136,7 +136,7 @@ def mode_norm(
     eps: float,
     ranks: Ranks | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Y, the gates (N, K) and their mean, the modes' usage (K,), with the batch's statistics.
+    """y, the gates (N, K) and their mean, the modes' usage (K,), with the batch's statistics.
 
     Gates None means the linear gate's.
     """
@@ -163,7 +163,7 @@ def mode_group_norm(
     eps: float,
     pixel: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Y and the gates (N, C, K)."""
+    """y and the gates (N, C, K)."""
     mean, var = moments(x, with_var=pixel)
     scale, shift, gates = mixing.channel_modes(mean, var, gate_weight, gate_bias, weight, bias, eps)
     return apply(x, mean, scale, shift), gates

@@ -41,7 +41,7 @@ def moments(x: Tensor, with_var: bool = True) -> tuple[Tensor, Tensor | None, Te
 def affine(
     x: Tensor, centre: Tensor, scale: Tensor, shift: Tensor, link: _Link | None = None
 ) -> Tensor:
-    """Y = (x − centre) · scale + shift; with the link, x and centre come from `moments`."""
+    """y = (x − centre) · scale + shift; with the link, x and centre come from `moments`."""
     return _Affine.apply(layout.as_dense(x), centre, scale, shift, link)
 
 

@@ -40,7 +40,7 @@ def moments(x: Tensor, with_var: bool = True) -> tuple[Tensor, Tensor | None]:
 
 
 def apply(x: Tensor, centre: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """Y = (x − centre) · scale + shift. Reads x, writes y."""
+    """y = (x − centre) · scale + shift. Reads x, writes y."""
     planes = as_planes(x)
     y = torch.empty_like(x)
     out = planes_like(y, planes).view
@@ -115,7 +115,7 @@ def _row_sums(dy: Tensor, x: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
 def apply_backward(
     dy: Tensor, x: Tensor, centre: Tensor, scale: Tensor, slope: Tensor, offset: Tensor
 ) -> Tensor:
-    """Dx = scale · dy + slope · (x − centre) + offset. Reads dy and x, writes dx."""
+    """dx = scale · dy + slope · (x − centre) + offset. Reads dy and x, writes dx."""
     planes = as_planes(x)
     upstream = planes_like(dy, planes).view
     dx = torch.empty_like(x)

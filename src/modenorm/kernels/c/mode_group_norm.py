@@ -32,7 +32,7 @@ def fits(x: Tensor, given: Given) -> bool:
 
 
 def mode_group_norm(x: Tensor, given: Given, gates_matter: bool) -> tuple[Tensor, Tensor | None]:
-    """Y, and the gates (N, C, K), which are None if they don't matter to a node of C++."""
+    """y, and the gates (N, C, K), which are None if they don't matter to a node of C++."""
     x, inputs = as_dense(x.resolve_neg()), [*map(dense, given[:4])]
     if not gates_matter:
         node = _node_for(x, inputs, given.eps, given.pixel)

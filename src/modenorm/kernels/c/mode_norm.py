@@ -41,7 +41,7 @@ def mode_norm(
     estimates: RunningEstimates | None,
     options: Options,
 ) -> Found | None:
-    """Y, the gates (N, K) and the modes' usage (K,), or None if C can't take these tensors.
+    """y, the gates (N, K) and the modes' usage (K,), or None if C can't take these tensors.
 
     Gates None means the gate's. In training the estimates are moved; otherwise they are used, and y
     is not differentiable. What doesn't matter is None, but for gates that were given.

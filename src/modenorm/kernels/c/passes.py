@@ -23,7 +23,7 @@ def moments(x: Tensor, with_var: bool = True) -> tuple[Tensor, Tensor | None]:
 
 
 def apply(x: Tensor, centre: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """Y = (x − centre) · scale + shift. Reads x, writes y."""
+    """y = (x − centre) · scale + shift. Reads x, writes y."""
     planes = as_planes(x)
     y = torch.empty_like(x)
     _call("apply", planes, (planes.view, centre, scale, shift), (y,))
@@ -43,7 +43,7 @@ def reduce_backward(dy: Tensor, x: Tensor, centre: Tensor) -> tuple[Tensor, Tens
 def apply_backward(
     dy: Tensor, x: Tensor, centre: Tensor, scale: Tensor, slope: Tensor, offset: Tensor
 ) -> Tensor:
-    """Dx = scale · dy + slope · (x − centre) + offset. Reads dy and x, writes dx."""
+    """dx = scale · dy + slope · (x − centre) + offset. Reads dy and x, writes dx."""
     planes = as_planes(x)
     upstream = planes_like(dy, planes).view
     dx = torch.empty_like(x)

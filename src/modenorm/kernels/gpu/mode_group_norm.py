@@ -20,7 +20,7 @@ NO_GRADIENTS = (None,) * 4  # of the node's last inputs, which are no tensors
 
 
 def mode_group_norm(x: Tensor, given: Given, gates_matter: bool) -> tuple[Tensor, Tensor | None]:
-    """Y, and the gates (N, C, K) if they matter."""
+    """y, and the gates (N, C, K) if they matter."""
     x, given = as_dense(x), given.contiguous()
     plan = channel_plan_for(x, given)
     if not (gates_matter or is_elsewhere(x)):

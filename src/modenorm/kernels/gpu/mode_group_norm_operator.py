@@ -22,7 +22,7 @@ __all__ = ["mode_group_norm"]
 
 
 def mode_group_norm(x: Tensor, given: Given, gates_matter: bool) -> tuple[Tensor, Tensor]:
-    """Y and the gates (N, C, K), which have a gradient only if they matter."""
+    """y and the gates (N, C, K), which have a gradient only if they matter."""
     constants = (None if p is None else p.detach() for p in given[:4])
     gates, kept, lines = statistics(x.detach(), *constants, given.eps, given.pixel)
     y, *used = _Map.apply(x, *given, gates, kept, lines, gates_matter)

@@ -42,7 +42,7 @@ NO_GRADIENTS = (None, None, None)  # of the node's last inputs, which are no ten
 def mode_norm(
     x: Tensor, inputs: Inputs, estimates: RunningEstimates | None, options: Options
 ) -> Found | None:
-    """Y, the gates (N, K) and the modes' usage (K,) if they matter, by the batch's statistics.
+    """y, the gates (N, K) and the modes' usage (K,) if they matter, by the batch's statistics.
 
     These move the estimates. None if the kernels can't take these tensors.
     """
@@ -64,7 +64,7 @@ def mode_norm(
 def mode_norm_inference(
     x: Tensor, inputs: Inputs, estimates: RunningEstimates, options: Options
 ) -> Found | None:
-    """Y and the gates (N, K), with a linear gate and running estimates. Not differentiable.
+    """y and the gates (N, K), with a linear gate and running estimates. Not differentiable.
 
     None if the kernels can't take these tensors.
     """

@@ -37,7 +37,7 @@ def available(x: Tensor) -> bool:
 def mode_norm(
     x: Tensor, inputs: Inputs, estimates: RunningEstimates | None, options: Options
 ) -> Found:
-    """Y, the gates (N, K) and the modes' usage (K,), by the batch's statistics.
+    """y, the gates (N, K) and the modes' usage (K,), by the batch's statistics.
 
     These move the estimates in place. The gates have a gradient only if they matter, and there is
     a usage only if that does.

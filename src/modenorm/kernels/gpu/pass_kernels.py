@@ -110,7 +110,7 @@ def apply_kernel(
     BLOCK_P: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Y = (x − centre) · scale + shift."""
+    """y = (x − centre) · scale + shift."""
     begin(OVERLAPS)
     num_rows, num_positions, stride_row, stride_position = _hinted(
         num_rows, num_positions, stride_row, stride_position, DIVIDES_R, DIVIDES_P
@@ -274,7 +274,7 @@ def apply_backward_kernel(
     BLOCK_P: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Dx = scale · dy + slope · (x − centre) + offset."""
+    """dx = scale · dy + slope · (x − centre) + offset."""
     begin(OVERLAPS)
     num_rows, num_positions, stride_row, stride_position = _hinted(
         num_rows, num_positions, stride_row, stride_position, DIVIDES_R, DIVIDES_P

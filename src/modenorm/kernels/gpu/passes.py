@@ -131,7 +131,7 @@ def moments(x: Tensor, with_var: bool = True) -> tuple[Tensor, Tensor | None]:
 
 
 def apply(x: Tensor, centre: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """Y = (x − centre) · scale + shift. Reads x, writes y."""
+    """y = (x − centre) · scale + shift. Reads x, writes y."""
     y = torch.empty_like(x)
     passes, (view, out, *rows) = _passes_for([x, y], [centre, scale, shift])
     with on_device(x) as stream:
@@ -152,7 +152,7 @@ def reduce_backward(dy: Tensor, x: Tensor, centre: Tensor) -> tuple[Tensor, Tens
 def apply_backward(
     dy: Tensor, x: Tensor, centre: Tensor, scale: Tensor, slope: Tensor, offset: Tensor
 ) -> Tensor:
-    """Dx = scale · dy + slope · (x − centre) + offset. Reads dy and x, writes dx."""
+    """dx = scale · dy + slope · (x − centre) + offset. Reads dy and x, writes dx."""
     dx = torch.empty_like(x)
     passes, (view, upstream, out, *rows) = _passes_for([x, dy, dx], [centre, scale, slope, offset])
     with on_device(x) as stream:
