@@ -20,7 +20,7 @@ def running_dtype(dtype: torch.dtype | None) -> torch.dtype:
 
 
 def members(module: nn.Module, names: tuple[str, ...]) -> list[Any]:
-    """Parameters, buffers and modules of a module, as its attributes but in a fifth of the time.
+    """Parameters, buffers and modules by name, five times faster than as attributes.
 
     What something else keeps under such a name (FSDP, a parametrization) is an attribute only.
     """

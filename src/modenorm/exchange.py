@@ -3,8 +3,8 @@
 Letters: R ranks, N samples, C channels, K modes. Forward, a rank gives weight, mean and variance of
 its part of every mode, K(2C+1) numbers, and merges the parts of all; backward, the gradients of the
 merged means and variances, 2KC numbers, are summed. The rest of a norm stays on its rank.
-Compiled, the collectives are torch's functional ones, whose order Inductor keeps; it may exchange
-operators of one's own that don't depend on each other, and on an empty batch nothing depends.
+Compiled, the collectives are torch's functional ones, whose order Inductor keeps. It may reorder
+custom operators that don't depend on each other, and with an empty batch none depends on another.
 Derivation: docs/scaling.md.
 """
 
@@ -237,7 +237,7 @@ def statistics(mean: Tensor, var: Tensor, weights: Tensor, ranks: Ranks) -> mixi
         mean: m, (N, C).
         var: v, (N, C).
         weights: (N, K), gates times the positions that count in each sample.
-        ranks: who takes part; N may differ between them, and be 0.
+        ranks: those that take part; N may differ between them, and be 0.
     """
     return with_share(*_Statistics.apply(mean, var, weights, ranks.number))
 
@@ -245,7 +245,7 @@ def statistics(mean: Tensor, var: Tensor, weights: Tensor, ranks: Ranks) -> mixi
 def with_share(
     mode_mean: Tensor, mode_var: Tensor, mass: Tensor, positions: int = 1
 ) -> mixing.Statistics:
-    """Statistics whose shares are of the mass: nobody counts the samples of all ranks.
+    """Statistics whose shares are of the mass, since the samples of all ranks are not counted.
 
     One value per channel in all ranks together has no variance, which no rank knows before. Such a
     batch gets no mass, so that running estimates stay.

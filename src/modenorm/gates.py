@@ -265,7 +265,7 @@ def reset_gate(gate: nn.Module) -> None:
 
 
 def is_the_papers(gate: Gate) -> bool:
-    """Whether it is a `LinearGate`, unchanged and with nobody listening: kernels may compute it."""
+    """Whether it is a `LinearGate`, unchanged and without hooks: kernels may compute it."""
     if type(gate) is not LinearGate:
         return False
     return not (

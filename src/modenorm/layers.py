@@ -23,7 +23,7 @@ from modenorm.checks import (
 )
 from modenorm.exchange import Ranks, in_use
 from modenorm.gates import GateFactory, make_gate, reset_gate
-from modenorm.listeners import Heard
+from modenorm.listeners import HasListeners
 from modenorm.mixing import RunningEstimates
 from modenorm.paths import normalize_channels, normalize_modes
 from modenorm.state import explain_modes, fit_share, spread_batchnorm
@@ -34,7 +34,7 @@ ESTIMATES = ("running_mean", "running_var", "num_batches_tracked", "running_shar
 MEMBERS = ("gate", "weight", "bias", *ESTIMATES)
 
 
-class ModeNorm(Heard, Float32Buffers):
+class ModeNorm(HasListeners, Float32Buffers):
     r"""What `ModeNorm1d`, `ModeNorm2d` and `ModeNorm3d` share; they differ in the ranks they take.
 
     Not a subclass of torch's `_BatchNorm`: converters for batch norm would replace it silently.
@@ -285,7 +285,7 @@ class ModeNorm3d(ModeNorm):
     _ranks = (5,)
 
 
-class ModeGroupNorm(Heard):
+class ModeGroupNorm(HasListeners):
     r"""Mode group normalization: each sample's channels are assigned softly to K modes.
 
     .. math:: y = (\alpha / K) \sum_k (x - \mu_k) / \sqrt{\sigma_k^2 + \epsilon} + \beta

@@ -1,4 +1,4 @@
-"""Who may listen to a layer: what is called with its gates, or with the usage of its modes."""
+"""Listeners of a layer: functions that get its gates, or the usage of its modes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["Heard", "Listener"]
+__all__ = ["HasListeners", "Listener"]
 
 Listener = Callable[[Tensor], None]
 
 
-class Heard(nn.Module):
-    """A layer whose gates somebody may hear; nobody hears those of its copies and pickles.
+class HasListeners(nn.Module):
+    """A layer with optional listeners; its copies and pickles have none.
 
     Attributes:
         gate_listener: Is called with the gates of every forward, (N, K).

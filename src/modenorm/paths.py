@@ -65,8 +65,8 @@ def normalize_modes(
 ) -> Found:
     """`mode_norm` as the layers call it: returns y, the gates (N, K), and the modes' usage (K,).
 
-    That is the mean of the gates over the samples, 0 without any. What doesn't matter may have no
-    gradient, or be None.
+    The usage is the mean of the gates over the samples, 0 for an empty batch. What the options
+    don't ask for may have no gradient, or be None.
     """
     check_input(x)
     if options.momentum is None:
@@ -170,7 +170,7 @@ def normalize_channels(
 
 
 def _known_gates(call: _Call) -> bool:
-    """Whether the gates are given, or the paper's gate, unchanged and with nobody listening."""
+    """Whether the gates are given, or the gate is the paper's, unchanged and without hooks."""
     return isinstance(call.gates, Tensor) or is_the_papers(call.gates)
 
 
@@ -372,7 +372,7 @@ def _gates_of(call: _Call, pooled: Tensor, x: Tensor) -> Tensor:
 
 
 def _empty_modes(call: _Call) -> tuple[Tensor, Tensor]:
-    """No values: an empty output, and nothing to tell other ranks, who are told so."""
+    """For no values: an empty output, and statistics without mass for other ranks."""
     x, gates, estimates, weight, bias, options, _ = call
     seen = x if isinstance(gates, Tensor) else x[:0]  # a gate learns nothing from no data
     mean, _ = plain.moments(x[:0], with_var=False)

@@ -55,8 +55,8 @@ class ModeSparsity(nn.Module):
     channels counts as much as any other.
 
     Args:
-        model: Heard and, by "switch", changed until `remove` is called. Each process of a parallel
-            training looks at its own part of the batch.
+        model: The model to penalise. With "switch" its gates are changed until `remove` is called.
+            Each process of a parallel training looks at its own part of the batch.
         strength: Of the penalty beside a loss in nats; None for the method's default.
         method: "entropy" or "switch".
 

@@ -28,7 +28,7 @@ __all__ = ["Switches", "check_switched"]
 
 
 class Penalty(Protocol):
-    """Who has the switches' log odds, and what else goes into a draw."""
+    """What has the switches' log odds, and what else goes into a draw."""
 
     log_odds: nn.Parameter | None
     strength: Tensor
@@ -239,7 +239,7 @@ def _removed() -> Switches:
 
 
 def _ddp_of(model: nn.Module) -> DistributedDataParallel | None:
-    """Who will average the gradients of a model that is called, if anybody."""
+    """The DistributedDataParallel that will average this model's gradients, or None."""
     active = getattr(DistributedDataParallel, "_active_ddp_module", None)
     ddp = model if isinstance(model, DistributedDataParallel) else active
     # what counts is no_sync() around the forward, as it does for DDP

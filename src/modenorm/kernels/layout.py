@@ -77,7 +77,7 @@ def _lies_channels_last(x: Tensor) -> bool:
 
 
 def as_dense(x: Tensor) -> Tensor:
-    """x itself where it lies dense in one of the two orders, else a copy in the nearer one."""
+    """x if it is dense in one of the two memory orders, else a copy in the closer one."""
     if x.is_contiguous() or _lies_channels_last(x):
         return x
     outer = [stride for stride, size in zip(x.stride()[2:], x.shape[2:], strict=True) if size > 1]

@@ -143,7 +143,7 @@ def _makes_own_noise(like: Tensor) -> bool:
 
 
 def _kernels_for(like: Tensor) -> ModuleType:
-    """Who draws switches, and differentiates them."""
+    """The module that draws switches and differentiates them."""
     if not runs_triton(like):
         return c_switches
     from modenorm.kernels.gpu import switches as gpu_switches

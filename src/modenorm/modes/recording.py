@@ -47,7 +47,7 @@ class GateRecording(dict[str, list[Tensor]]):
 class _Track:
     """One layer's part of a recording: a forward costs one append, and no operator in evaluation.
 
-    The gates are the tensor that the layer has computed for itself: nobody changes it.
+    The gates are the tensor that the layer has computed for itself; nothing changes it.
     """
 
     __slots__ = ("_kept", "_limit", "_name", "_recording", "_seen", "_size", "_steps", "_stride")
@@ -105,7 +105,7 @@ def listening(
 
     Args:
         listeners: Layers, and what is called with what is heard of each.
-        kind: The attribute of `Heard` that says what that is.
+        kind: The attribute of `HasListeners` that says what that is.
     """
     added: list[tuple[dict[str, Any], _Link]] = []
     try:

@@ -126,7 +126,7 @@ def call(
 
 
 def call_at(name: str, addresses: Sequence[int | None], numbers: Sequence[int | float]) -> None:
-    """`call` with arrays at these addresses, as C expects them; who calls keeps them alive."""
+    """`call` with arrays at these addresses, as C expects them; the caller keeps them alive."""
     numbers = (*numbers, torch.get_num_threads())
     _function(name, len(addresses), tuple(map(type, numbers)))(*addresses, *numbers)
 

@@ -2,7 +2,7 @@
 //
 // It knows nothing of norms but that a forward makes y of x and parameters, keeping one array, and
 // that a backward makes as many gradients. Whatever is unusual about a backward (to be
-// differentiated again, vectorised, tensors with a mind of their own) goes to a function of Python.
+// differentiated again, vectorised, tensor subclasses) goes to a function of Python.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-"""Launches that always follow each other: one by one at first, then in one call of C.
+"""A fixed sequence of launches: one by one the first time, then replayed by one call of C.
 
 From Python every launch costs several microseconds, more than small kernels take. A `Stage` lets
 its launches go one by one while their kernels have to be compiled, and records them once with
