@@ -1,16 +1,14 @@
-import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from fake_results import fake_run
 from PIL import Image
 
-from modenorm.lab.cli import main, reproduce
-from modenorm.lab.data import DataSet, ImageSet
+from modenorm.lab.cli import reproduce
 from modenorm.lab.experiments import TABLES, Cell, figure
 from modenorm.lab.experiments.collect import read_lines
 from modenorm.lab.experiments.paper import FIGURE2, Figure
@@ -34,40 +32,11 @@ CELLS = [
 WHERE = ("--device", "cpu", "--data", "data", "--runs", "runs")
 
 
-def images(count: int) -> ImageSet:
-    generator = torch.Generator().manual_seed(count)
-    labels = torch.randint(4, (count,), generator=generator)
-    pixels = torch.randint(0, 256, (count, 3, 32, 32), generator=generator).to(torch.uint8)
-    return ImageSet(pixels, labels, labels % 2, tuple("abcd"), ("even", "odd"))
-
-
 @pytest.fixture
-def command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> Command:
-    """Run the command line in a folder of its own, with a Table 1 of two tiny trainings."""
-    real = sources.load
-
-    def load(name: str, *args: object, **kwargs: object) -> DataSet:
-        if name == "builtin":
-            return DataSet(name, images(40), images(30))
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(sources, "load", load)
+def command(command: Command, monkeypatch: pytest.MonkeyPatch) -> Command:
+    """`modenorm reproduce`, with a Table 1 of two tiny trainings."""
     monkeypatch.setitem(TABLES, "table1", CELLS)
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["modenorm", "reproduce", *arguments])
-        try:
-            main()
-            code = 0
-        except SystemExit as end:
-            code = int(end.code or 0)
-        return code, *capsys.readouterr()
-
-    return run
+    return partial(command, "reproduce")
 
 
 def test_nothing_is_cut_off_on_a_narrow_terminal(
