@@ -317,14 +317,17 @@ def test_a_diverging_run_says_so(command: Command) -> None:
     assert "no longer finite" in out
 
 
-def test_interrupt_says_how_to_go_on(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("signum", "ends"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupt_says_how_to_go_on(
+    command: Command, monkeypatch: pytest.MonkeyPatch, signum: signal.Signals, ends: int
+) -> None:
     def interrupt(training: Training) -> None:
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signum)
 
     tell = Training._tell
     monkeypatch.setattr(Training, "_tell", interrupt)
     code, out, errors = command("train", *SHORT, "--total", "300", "--eval-every", "150")
-    assert (code, out) == (130, "")
+    assert (code, out) == (ends, "")
     assert "give the same command to go on" in errors
     (run,) = find_runs(Path("runs"))
     assert run.state == "incomplete"

@@ -21,6 +21,7 @@ from modenorm.lab.demo import (
 )
 from modenorm.lab.report import Record, read_record, write_page
 from modenorm.lab.training import Outcome, train_many
+from modenorm.lab.training.interrupts import exit_code
 from modenorm.threads import one_thread
 
 
@@ -69,12 +70,12 @@ def _train(data: DataSet, runs: Path, epochs: int, seeds: int, device: str | Non
                 parallel=len(configs),
                 listener=report,
             )
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         console.print(
             f"Interrupted. {runs} keeps what was trained; `modenorm demo` goes on there.",
             soft_wrap=True,
         )
-        raise typer.Exit(130) from None
+        raise typer.Exit(exit_code(interrupt)) from None
 
 
 def show(records: Sequence[Record], console: Console) -> None:

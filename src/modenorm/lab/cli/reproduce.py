@@ -38,6 +38,7 @@ from modenorm.lab.experiments.summary import HEADER, orders, rows, summarize
 from modenorm.lab.experiments.tables import TABLES
 from modenorm.lab.training import Run, Training, train_many
 from modenorm.lab.training.files import write_whole
+from modenorm.lab.training.interrupts import exit_code
 from modenorm.lab.training.ranks import started_ranks
 
 PAGES = (Path("README.md"), Path("docs/reproduction.md"), Path("docs/automatic_modes.md"))
@@ -185,9 +186,9 @@ def _train(
                 keeper(training)
 
             outcomes = train_many(configs, runs, listener=listen, **machine)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         _say(f"Interrupted. What was trained is kept in {runs}; give the same command to go on.")
-        raise typer.Exit(130) from None
+        raise typer.Exit(exit_code(interrupt)) from None
     finally:
         _collect(tables, runs, results)
     if left:

@@ -34,6 +34,7 @@ from modenorm.lab.report import Record, read_records
 from modenorm.lab.report.records import is_number
 from modenorm.lab.training import Outcome, TrainConfig, Training, recipe, train_many
 from modenorm.lab.training.closing import DEFAULT_SPARSITY
+from modenorm.lab.training.interrupts import exit_code
 from modenorm.lab.training.ranks import started_ranks
 
 _model = partial(typer.Option, rich_help_panel="What to train")
@@ -198,12 +199,12 @@ def _train(configs: list[TrainConfig], runs: Path, machine: dict[str, Any]) -> l
     try:
         with ProgressReport(console) as report:
             return train_many(configs, runs, listener=report, **machine)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         console.print(
             f"Interrupted. What was trained is kept in {runs}; give the same command to go on.",
             soft_wrap=True,
         )
-        raise typer.Exit(130) from None
+        raise typer.Exit(exit_code(interrupt)) from None
 
 
 def list_runs(

@@ -230,7 +230,8 @@ def _follow_the_training(_: int, training: int | None) -> None:
     Args:
         training: The process that forked this one; None if a fork server did.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the training decides when to stop
+    for signum in (signal.SIGINT, signal.SIGTERM):  # the training decides when to stop
+        signal.signal(signum, signal.SIG_IGN)
     if training is None:  # the server lives as long as its children: it is no parent to follow
         threading.Thread(target=_end_with_the_training, daemon=True).start()
         return
