@@ -1,5 +1,6 @@
 """The command line: one typer app, whose commands live in the modules of this package."""
 
+import io
 import re
 import sys
 from typing import NoReturn
@@ -38,6 +39,9 @@ app.add_typer(bench_app, name="bench")
 
 def main() -> None:
     """Run the command line; what a user can mend is told in one sentence, with exit code 2."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a table is better with ? for × than lost
+            stream.reconfigure(errors="replace")
     try:
         app()
     except (ValueError, OSError) as error:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, ParamSpec
 
 import typer
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -89,7 +88,7 @@ def download(
         TimeRemainingColumn(),
     )
     for name in names or PUBLISHED:
-        with Progress(*columns, console=Console(stderr=True)) as progress:
+        with Progress(*columns, console=make_console(stderr=True)) as progress:
             paths = get(name, data, _reporter(progress, name), force)
         typer.echo(f"{name}: {len(paths)} files in {paths[0].parent}")
 
@@ -119,7 +118,7 @@ def verify(
         raise DataError(f"no data set in {data}: expected one of {', '.join(PUBLISHED)}")
     verdicts: list[Verdict] = []
     unreadable: dict[str, None] = {}
-    with Console(stderr=True).status("") as status:
+    with make_console(stderr=True).status("") as status:
         for name in chosen:
             status.update(f"reading {name}")
             try:

@@ -224,7 +224,7 @@ def _rebuild_pages(results: Path) -> None:
     if not pages:
         raise ValueError(f"no {PAGES[0]} here: give this command in a checkout of the project")
     for page in pages:
-        write_whole(page, with_results(page.read_text(), results).encode())
+        write_whole(page, with_results(page.read_text("utf-8"), results).encode())
         _say(f"rebuilt the tables of {page}")
 
 
