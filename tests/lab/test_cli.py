@@ -4,6 +4,7 @@ import io
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from modenorm import __main__
 from modenorm.lab import cli
 from modenorm.lab.bench import layer
 from modenorm.lab.cli.shown import make_console, make_table
+from modenorm.lab.data.cache import CacheWarning
 
 Command = Callable[..., tuple[int, str, str]]
 LAYER = ("bench", "layer", "--shape", "4x3x5x5", "--norm", "bn", "--layout", "NCHW")
@@ -64,6 +66,14 @@ def test_a_name_stays_in_one_line_without_a_terminal(
     table.add_row("x" * 100)
     make_console(file=file).print(table)
     assert sum("x" in line for line in file.getvalue().splitlines()) == lines
+
+
+def test_a_set_that_is_not_cached_is_told_in_a_sentence(command: Command) -> None:
+    command("runs", "nowhere")
+    told = warnings.formatwarning("not cached", CacheWarning, "cache.py", 1)
+    assert told == "modenorm: not cached\n"
+    other = warnings.formatwarning("odd", UserWarning, "other.py", 7)
+    assert other == "other.py:7: UserWarning: odd\n"
 
 
 @pytest.mark.parametrize("moment", ["import", "run"])

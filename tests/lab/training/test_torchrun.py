@@ -32,7 +32,7 @@ def torchrun(*arguments: str, ranks: int = 2) -> list[str]:
 
 def write_images(folder: Path, count: int) -> None:
     for number in range(count):
-        part, label = ("train", "val")[number % 4 == 3], "ab"[number % 2]
+        part, label = ("train", "val")[number % 4 == 3], "ab"[number // 4 % 2]
         path = folder / part / label / f"{number}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (30 + number, 24), (9 * number, 80, 99)).save(path)
@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for rank in range(2):
         write_images(folder / f"rank{rank}" / "images", 21)
         write_images(folder / f"rank{rank}" / "differs", 20 + rank)
-    write_images(folder / "rank0" / "only0", 4)
+    write_images(folder / "rank0" / "only0", 8)
     (folder / "occupied").write_text("a file where runs should be")
     begin(folder / "two")
     command = torchrun(str(HERE / "ranks_child.py"), str(folder))
