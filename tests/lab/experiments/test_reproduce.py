@@ -221,6 +221,16 @@ def test_bad_input_in_one_sentence(command: Command) -> None:
     assert code == 2
 
 
+def test_results_that_cannot_be_written_are_told_before_the_training(command: Command) -> None:
+    Path("notes").write_text("no folder of results\n")
+    for target in ("table1", "figure2"):
+        for results in ("notes", "notes/more"):
+            code, _, err = command(target, "--results", results, *WHERE)
+            told = "modenorm: notes is a file, not a folder: choose another folder\n"
+            assert (code, err) == (2, told)
+    assert not Path("runs").exists()
+
+
 def test_table4_on_a_small_image_folder(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """The recipe of Table 4, shortened, with its images where the command looks for them."""
     for number in range(12):

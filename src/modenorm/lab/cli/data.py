@@ -26,6 +26,7 @@ from modenorm.lab.data.catalog import MULTITASK, PUBLISHED
 from modenorm.lab.data.download import download as get
 from modenorm.lab.data.verify import Verdict, incomplete, present, write_json
 from modenorm.lab.data.verify import verify as check
+from modenorm.lab.training.files import check_file
 
 app = typer.Typer(help="List, download and verify data sets.", no_args_is_help=True)
 P = ParamSpec("P")
@@ -116,6 +117,8 @@ def verify(
     broken = {} if names else incomplete(data)
     if not chosen and not broken:
         raise DataError(f"no data set in {data}: expected one of {', '.join(PUBLISHED)}")
+    if json is not None:
+        check_file(json)
     verdicts: list[Verdict] = []
     unreadable: dict[str, None] = {}
     with make_console(stderr=True).status("") as status:

@@ -37,7 +37,7 @@ from modenorm.lab.experiments.plan import Plan, make_plan, steps_left, total_ste
 from modenorm.lab.experiments.summary import HEADER, orders, rows, summarize
 from modenorm.lab.experiments.tables import TABLES
 from modenorm.lab.training import Run, Training, train_many
-from modenorm.lab.training.files import write_whole
+from modenorm.lab.training.files import check_folder, write_whole
 from modenorm.lab.training.interrupts import exit_code
 from modenorm.lab.training.ranks import started_ranks
 
@@ -175,6 +175,8 @@ def _train(
 ) -> list[str]:
     """Train, keep the results whatever happens, and return why trainings failed."""
     runs, results = folders
+    if started_ranks().leads:
+        check_folder(results)
     began, keeper = time.monotonic(), Keeper(tables, results)
     try:
         configs = [run.config for run in left]
