@@ -104,7 +104,7 @@ def render(records: Sequence[Record], page: Page) -> str:
             galleries_left_out=left_out,
             data=clean(data),
             made=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="minutes"),
-            plotly=_plotly(),
+            plotly=plotly_script(),
         )
     )
 
@@ -129,11 +129,19 @@ def _environment() -> Environment:
 
 
 @cache
-def _plotly() -> Markup:
+def plotly_script() -> Markup:
+    """What draws the charts of a page.
+
+    Raises:
+        ValueError: The package with it is not installed.
+    """
     try:
         from plotly.offline import get_plotlyjs
     except ModuleNotFoundError:
-        raise ValueError("the page needs the package plotly: pip install plotly") from None
+        raise ValueError(
+            "the page needs the package plotly: pip install plotly, then give the same command "
+            "again"
+        ) from None
     return Markup(get_plotlyjs())
 
 
