@@ -46,13 +46,17 @@ def test_train_shows_the_result_and_keeps_it(command: Command) -> None:
     assert [run.config.seed for run in runs] == [0, 1]
     assert runs[0].config.lr == 0.1  # the recipe's
 
-    code, again, progress = command("train", *SHORT, "--norm", "mn")
-    assert (code, progress) == (0, "")
-    assert runs[0].path.name in again
+    code, again, told = command("train", *SHORT, "--norm", "mn")
+    name, day = runs[0].path.name, runs[0].result()["date"][:10]
+    says = f"{name} is done since {day}: nothing was trained; delete runs/{name} to train it again."
+    assert (code, told) == (0, says + "\n")
+    assert name in again
+    code, _, told = command("train", *SHORT, "--norm", "mn", "--seeds", "3")
+    assert (code, told.count("nothing was trained"), told.count("step 4/4")) == (0, 2, 1)
 
     code, listing, _ = command("runs", "runs")
     assert code == 0
-    assert listing.count("done") == 2
+    assert listing.count("done") == 3
 
 
 def test_nothing_is_cut_off_on_a_narrow_terminal(
