@@ -130,6 +130,7 @@ def test_trains_what_is_missing_and_shows_the_table(command: Command) -> None:
     code, out, err = command("table1", "--seeds", "2", *WHERE)
     assert code == 0
     assert "1/1 done" in err
+    assert "1 training in 0.0 minutes" in err
     assert read_lines(Path("results/table1.jsonl"))[:3] == lines
     assert "the paper's order" in out
 

@@ -31,7 +31,7 @@ from modenorm.lab.experiments.collect import (
     update,
 )
 from modenorm.lab.experiments.figure import draw
-from modenorm.lab.experiments.page import conditions, with_results
+from modenorm.lab.experiments.page import conditions, duration, with_results
 from modenorm.lab.experiments.paper import FIGURE2, Figure
 from modenorm.lab.experiments.plan import Plan, make_plan, steps_left, total_steps
 from modenorm.lab.experiments.summary import HEADER, orders, rows, summarize
@@ -194,7 +194,7 @@ def _train(
     finally:
         _collect(tables, runs, results)
     if left:
-        _say(f"{len(left)} trainings in {(time.monotonic() - began) / 60:.1f} minutes")
+        _say(duration(len(left), (time.monotonic() - began) / 60))
     failures = [outcome.failure for outcome in outcomes if outcome.failure]
     failures += [
         f"{run.path.name} failed before: see {run.path / 'failed'}, or set --retry-failed"
