@@ -157,7 +157,10 @@ def clean(value: Any) -> Any:
 
 
 def _mean_data(mean: Mean | None) -> dict[str, Any] | None:
-    return None if mean is None else {"mean": mean.mean, "se": mean.se, "n": mean.n}
+    """A mean for the charts; its text is that of the tables, as JavaScript rounds 0.125 up."""
+    if mean is None:
+        return None
+    return {"mean": mean.mean, "se": mean.se, "n": mean.n, "text": str(mean)}
 
 
 def _experiment_data(experiment: Experiment, records: Sequence[Record]) -> dict[str, Any]:
