@@ -246,7 +246,7 @@ def test_a_checkpoint_that_does_not_describe_its_data(trained: Run, tmp_path: Pa
 
 
 def test_a_streamed_training_notices_other_files(tmp_path: Path) -> None:
-    for name in ("train/a/1", "train/b/1", "val/a/1"):
+    for name in ("train/a/1", "train/b/1", "val/a/1", "val/b/1"):
         path = tmp_path / "pictures" / f"{name}.png"
         path.parent.mkdir(parents=True)
         Image.new("RGB", (8, 8)).save(path)
@@ -264,7 +264,7 @@ def test_a_streamed_training_notices_other_files(tmp_path: Path) -> None:
         train(config, tmp_path, listener=stop, **options)
     added = tmp_path / "pictures" / "train" / "a" / "0.png"
     Image.new("RGB", (8, 8)).save(added)
-    with pytest.raises(CheckpointError, match=r"2 training and 1 test .* instead of 3 training"):
+    with pytest.raises(CheckpointError, match=r"2 training and 2 test .* instead of 3 training"):
         train(config, tmp_path, **options)
     added.unlink()
     train(config, tmp_path, **options)
