@@ -6,10 +6,13 @@ import sys
 def main() -> None:
     """Run the command line, or say which packages it needs."""
     try:
-        from modenorm.lab.cli import main as run
-    except ModuleNotFoundError as missing:
-        sys.exit(f"modenorm's command line needs {missing.name!r}: pip install 'modenorm[lab]'")
-    run()
+        try:
+            from modenorm.lab.cli import main as run
+        except ModuleNotFoundError as missing:
+            sys.exit(f"modenorm's command line needs {missing.name!r}: pip install 'modenorm[lab]'")
+        run()
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 import io
 import json
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,52 +10,15 @@ import pytest
 import torch
 from PIL import Image
 
-from modenorm.lab.cli import main
 from modenorm.lab.cli import report as report_commands
 from modenorm.lab.cli import train as train_commands
 from modenorm.lab.cli.shown import make_console
 from modenorm.lab.cli.train import ProgressReport
-from modenorm.lab.data import DataSet, ImageSet
 from modenorm.lab.report import Gallery
 from modenorm.lab.training import Run, Training, find_runs, load_model, recipe, sources
 from modenorm.lab.training.checkpoint import Position
 
 Command = Callable[..., tuple[int, str, str]]
-
-
-def images(count: int) -> ImageSet:
-    generator = torch.Generator().manual_seed(count)
-    labels = torch.randint(4, (count,), generator=generator)
-    pixels = torch.randint(0, 256, (count, 3, 32, 32), generator=generator).to(torch.uint8)
-    return ImageSet(pixels, labels, labels % 2, tuple("abcd"), ("even", "odd"))
-
-
-@pytest.fixture
-def command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> Command:
-    """Run the command line in a folder of its own; gives exit code, output and errors."""
-    real = sources.load
-
-    def load(name: str, *args: object, **kwargs: object) -> DataSet:
-        if name == "builtin":
-            return DataSet(name, images(40), images(30))
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(sources, "load", load)
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["modenorm", *arguments])
-        try:
-            main()
-            code = 0
-        except SystemExit as end:
-            code = int(end.code or 0)
-        return code, *capsys.readouterr()
-
-    return run
 
 
 SHORT = (
@@ -84,13 +46,17 @@ def test_train_shows_the_result_and_keeps_it(command: Command) -> None:
     assert [run.config.seed for run in runs] == [0, 1]
     assert runs[0].config.lr == 0.1  # the recipe's
 
-    code, again, progress = command("train", *SHORT, "--norm", "mn")
-    assert (code, progress) == (0, "")
-    assert runs[0].path.name in again
+    code, again, told = command("train", *SHORT, "--norm", "mn")
+    name, day = runs[0].path.name, runs[0].result()["date"][:10]
+    says = f"{name} is done since {day}: nothing was trained; delete runs/{name} to train it again."
+    assert (code, told) == (0, says + "\n")
+    assert name in again
+    code, _, told = command("train", *SHORT, "--norm", "mn", "--seeds", "3")
+    assert (code, told.count("nothing was trained"), told.count("step 4/4")) == (0, 2, 1)
 
     code, listing, _ = command("runs", "runs")
     assert code == 0
-    assert listing.count("done") == 2
+    assert listing.count("done") == 3
 
 
 def test_nothing_is_cut_off_on_a_narrow_terminal(
@@ -355,14 +321,17 @@ def test_a_diverging_run_says_so(command: Command) -> None:
     assert "no longer finite" in out
 
 
-def test_interrupt_says_how_to_go_on(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("signum", "ends"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupt_says_how_to_go_on(
+    command: Command, monkeypatch: pytest.MonkeyPatch, signum: signal.Signals, ends: int
+) -> None:
     def interrupt(training: Training) -> None:
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signum)
 
     tell = Training._tell
     monkeypatch.setattr(Training, "_tell", interrupt)
     code, out, errors = command("train", *SHORT, "--total", "300", "--eval-every", "150")
-    assert (code, out) == (130, "")
+    assert (code, out) == (ends, "")
     assert "give the same command to go on" in errors
     (run,) = find_runs(Path("runs"))
     assert run.state == "incomplete"

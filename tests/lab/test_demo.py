@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from modenorm.lab.cli import demo as demo_cli
 from modenorm.lab.cli import report as report_cli
 from modenorm.lab.data import DataSet, ImageSet, builtin
 from modenorm.lab.demo import NORMS, demo_configs, separation
-from modenorm.lab.report import Gallery
+from modenorm.lab.report import Gallery, page
 from modenorm.lab.training import TrainConfig, train
 
 torch.set_num_threads(1)
@@ -59,6 +60,7 @@ def test_the_demo_ends_with_a_table_and_a_page(invoke, tmp_path):
     assert len(data["runs"]) == len(NORMS)
     assert len(data["galleries"]) == 3
     assert html.count('src="data:image/webp') == 4
+    assert "sees 800 images, so that it takes minutes on a laptop; the paper&#39;s see 3,5" in html
     for run in data["runs"]:
         result = json.loads((tmp_path / "runs" / run["name"] / "result.json").read_text())
         assert run["final_error"] == result["final_error"]
@@ -89,6 +91,28 @@ def test_the_demo_ends_with_a_table_and_a_page(invoke, tmp_path):
     (layer,) = shown["galleries"][0]["layers"]
     assert layer["name"] == "stage2.norm"
     assert [len(mode["claims"]) for mode in layer["modes"]] == [5] * 4
+
+
+def test_tables_need_no_plotly(invoke, small, tmp_path, monkeypatch):
+    config = TrainConfig(model="lenet", dataset="builtin", norm="mn", batch=32, total=1)
+    monkeypatch.setattr(demo_cli, "demo_configs", lambda *args: [config])
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    monkeypatch.setattr(page, "plotly_script", page.plotly_script.__wrapped__)
+    monkeypatch.setattr(demo_cli, "plotly_script", page.plotly_script)
+    needed = "the page needs the package plotly: pip install plotly"
+    result = CliRunner().invoke(app, ["demo", "-o", str(tmp_path), "--device", "cpu"])
+    assert needed in str(result.exception)
+    told, _, shown = result.output.partition("Drawing")
+    assert f"There will be tables alone: {needed}" in told
+    assert "Test error in percent" in shown
+    assert "Share of each mode in each domain" in shown
+
+    run = tmp_path / "runs" / config.run_id
+    output = tmp_path / "modes.html"
+    result = CliRunner().invoke(app, ["modes", str(run), "-o", str(output)])
+    assert needed in str(result.exception)
+    assert "stage1.norm" in result.output
+    assert not output.exists()
 
 
 def test_modes_of_a_streamed_run_are_those_of_its_evaluation(tmp_path):

@@ -10,7 +10,7 @@ from modenorm.lab.data import DataSet
 from modenorm.lab.report import Gallery, Page, Picture, Record, make_gallery
 from modenorm.lab.report.gallery import domain_picture
 from modenorm.lab.report.tables import Experiment, group, norm_label
-from modenorm.lab.training import Run, TrainConfig, load_model
+from modenorm.lab.training import RECIPES, Run, TrainConfig, load_model
 
 NORMS: tuple[dict[str, Any], ...] = (
     {"norm": "bn"},
@@ -37,8 +37,8 @@ INTRO = (
     "layer finds out. Mode group normalization (MGN) does the same with the channels of one "
     "image, where group normalization (GN) uses fixed groups.",
     "Here the same small network (LeNet) is trained with each of them on a mixture of four "
-    "sources of images, each with ten classes, all 40 to be told apart. The training is short, "
-    "so that it takes minutes on a laptop; the paper's trainings are seventy times longer. "
+    "sources of images, each with ten classes, all 40 to be told apart. Each training sees "
+    "{samples:,} images, so that it takes minutes on a laptop; the paper's see {published:,}. "
     "Differences of a point between such short trainings come and go with the seed, so look at "
     "what the modes find rather than at who wins. Learning rate and momentum are those of the "
     "paper's experiment with LeNet; the batch of 32 and the number of epochs were settled after "
@@ -78,14 +78,16 @@ def _has_gallery(folder: Path) -> bool:
         return False
 
 
-def demo_page(data: DataSet) -> Page:
+def demo_page(data: DataSet, epochs: int) -> Page:
     """What the demo's page says before the numbers."""
+    lengths = {"samples": epochs * len(data.train), "published": RECIPES["lenet"]["total"]}
+    intro = [paragraph.format(**lengths) for paragraph in INTRO]
     pictures = []
     for place, name in enumerate(data.test.domain_names):
         what = DOMAINS.get(name, name)
         image = domain_picture(data.test, place)
         pictures.append(Picture(f"{name}: {what}", f"Twenty samples of {name}: {what}", image))
-    return Page("What mode normalization does: a demonstration", INTRO, pictures)
+    return Page("What mode normalization does: a demonstration", intro, pictures)
 
 
 def demo_experiment(records: Sequence[Record]) -> Experiment:

@@ -5,7 +5,9 @@ import functools
 import os
 import platform
 import subprocess
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,6 +23,18 @@ def provenance(device: torch.device) -> dict[str, str]:
         "commit": commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
+
+
+def all_of(
+    rows: Iterable[Mapping[str, Any]], name: str, length: int | None = None, *, sort: bool = False
+) -> str:
+    """The different texts of a field, each cut to a length; in the order of rows unless sorted.
+
+    >>> all_of([{"torch": "2.13"}, {"torch": "2.11"}, {"torch": "2.13"}], "torch")
+    '2.13, 2.11'
+    """
+    found = dict.fromkeys(row[name][:length] for row in rows)
+    return ", ".join(sorted(found) if sort else found)
 
 
 def device_name(device: torch.device) -> str:

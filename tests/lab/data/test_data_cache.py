@@ -70,7 +70,7 @@ def test_changing_loaded_images_leaves_the_cache(root):
 
 def test_unwritable_folder_only_warns(root):
     (root / cache.FOLDER).write_text("a file where the folder should be")
-    with pytest.warns(UserWarning, match=r"mnist.safetensors: data set not cached"):
+    with pytest.warns(cache.CacheWarning, match=r"mnist.safetensors: data set not cached"):
         assert len(load("mnist", root).train) == 20
 
 
@@ -80,7 +80,7 @@ def test_full_disk_only_warns_and_leaves_nothing(root, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(cache, "save_file", full)
-    with pytest.warns(UserWarning, match="No space left"):
+    with pytest.warns(cache.CacheWarning, match="No space left"):
         assert len(load("mnist", root).train) == 20
     assert list((root / cache.FOLDER).iterdir()) == []
 

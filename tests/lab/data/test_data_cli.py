@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from modenorm.lab.cli import data as data_commands
 from modenorm.lab.cli.data import app
 from modenorm.lab.data import catalog, load, verify
 
@@ -127,9 +128,11 @@ def test_original_files_are_recognised(small, monkeypatch):
     assert all(verdict.original_files for verdict in verify.verify("svhn", small))
 
 
-def test_json_that_cannot_be_written(small):
+def test_json_that_cannot_be_written_is_told_before_the_work(small, monkeypatch):
+    monkeypatch.setattr(data_commands, "check", lambda name, data: pytest.fail("it was read"))
     result = run("verify", "svhn", "--data", small, "--json", small / "test_32x32.mat" / "x.jsonl")
     assert result.exit_code == 2
+    assert "test_32x32.mat is a file, not a folder: choose another folder" in result.output
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

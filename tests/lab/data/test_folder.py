@@ -96,6 +96,34 @@ def test_a_class_without_training_images(folder):
         index_folder(folder)
 
 
+def test_a_class_without_test_images(folder):
+    write_image(folder / "train" / "bee" / "1.png")
+    message = r"val: no images of bee, expected some of .*: add some, or remove .*/train/bee"
+    with pytest.raises(DataError, match=message):
+        index_folder(folder)
+    (folder / "val" / "bee").mkdir()
+    with pytest.raises(DataError, match=message):
+        index_folder(folder)
+    write_image(folder / "val" / "bee" / "1.png")
+    assert index_folder(folder).classes == ("ant", "bee", "cat")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs pipes and links in folders")
+def test_what_is_no_file_is_named(folder):
+    """Whoever opened the pipe would wait for ever."""
+    path = folder / "train" / "cat" / "4.png"
+    os.mkfifo(path)
+    with pytest.raises(DataError, match=r"cat/4.png is no regular file, as images are: remove"):
+        index_folder(folder)
+    path.unlink()
+    path.symlink_to("nowhere.png")
+    with pytest.raises(DataError, match=r"cat/4.png is a link to nowhere.png, which is not there"):
+        index_folder(folder)
+    path.unlink()
+    path.symlink_to(folder / "val" / "cat" / "1.png")
+    assert path in index_folder(folder).train.paths
+
+
 @pytest.mark.parametrize("name", ["cat", "cat/more", "."])
 def test_a_folder_that_cannot_be_listed(folder, monkeypatch, name):
     (folder / "train" / "cat" / "more").mkdir()
@@ -114,7 +142,8 @@ def test_a_folder_that_cannot_be_listed(folder, monkeypatch, name):
 @pytest.mark.skipif(sys.platform != "linux", reason="needs names of any bytes")
 def test_names_that_are_not_utf_8(folder):
     name = os.fsdecode(b"caf\xe9")
-    write_image(folder / "train" / name / f"{name}.png")
+    for split in ("train", "val"):
+        write_image(folder / split / name / f"{name}.png")
     data = load(folder)
     assert name in data.train.classes
     assert torch.equal(load(folder).train.images, data.train.images)
@@ -136,6 +165,9 @@ def test_tiny_imagenet_layout(tmp_path):
         load(tmp_path)
     table.write_text("val_7.JPEG\tn01\t0\t0\t7\t7\n")
     with pytest.raises(DataError, match=r"val_7.JPEG: missing"):
+        load(tmp_path)
+    table.write_text("val_0.JPEG\tn02\t0\t0\t7\t7\n")
+    with pytest.raises(DataError, match=r"val: no images of n01, .* or remove .*/train/n01"):
         load(tmp_path)
 
 

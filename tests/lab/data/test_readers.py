@@ -2,6 +2,7 @@ import gzip
 import os
 import pickle
 import struct
+import sys
 import tarfile
 
 import numpy as np
@@ -63,7 +64,7 @@ def test_idx_not_gzip(root):
         (b"\0\0\x08\x01" + bytes(12), "magic 00000801, expected 00000803"),
         (b"\0\0\x08\x03" + bytes(5), "truncated"),
         (b"\0\0\x08\x03" + struct.pack(">3I", 5, 28, 28) + bytes(9), "9 bytes of data, expected"),
-        (b"", "magic"),
+        (b"", "train-images-idx3-ubyte.gz: empty, expected a header and data"),
     ],
 )
 def test_idx_wrong_content(root, data, message):
@@ -78,7 +79,7 @@ def test_idx_wrong_counts_size_and_labels(root):
     with pytest.raises(DataError, match="20 images, expected 19"):
         load("mnist", root)
     write_idx(folder / "train-labels-idx1-ubyte.gz", np.arange(20))
-    with pytest.raises(DataError, match="label 19, expected 0 to 9"):
+    with pytest.raises(DataError, match=r"train-labels-idx1-ubyte.gz: label 19, expected 0 to 9"):
         load("mnist", root)
     write_idx(gz_images(root), np.zeros((20, 30, 28)))
     with pytest.raises(DataError, match=r"\(30, 28\) pixels, expected \(28, 28\)"):
@@ -231,6 +232,13 @@ def test_svhn_values_and_label_ten(tmp_path):
     assert data.train.images.shape == (10, 3, 32, 32)
     assert data.train.images.is_contiguous()
     assert data.train.labels.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 0]
+
+
+def test_svhn_says_what_it_needs(root, monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    monkeypatch.setitem(sys.modules, "scipy.io", None)
+    with pytest.raises(DataError, match=r"SVHN needs 'scipy.*': pip install 'modenorm\[lab\]'"):
+        load("svhn", root)
 
 
 @pytest.mark.parametrize("keep", [0.0, 0.01, 0.5, 0.95])

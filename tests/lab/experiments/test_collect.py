@@ -10,7 +10,7 @@ from fake_results import fake_run
 from modenorm.lab.experiments import TABLES, collect, summarize, update, with_results
 from modenorm.lab.experiments.collect import borrow, read_lines
 from modenorm.lab.experiments.gates import gate_rows
-from modenorm.lab.experiments.page import busy_minutes, cost_text
+from modenorm.lab.experiments.page import busy_minutes, cost_text, gains_text
 from modenorm.lab.experiments.summary import HEADER, Difference, orders, rows
 from modenorm.lab.training.files import write_whole
 
@@ -298,3 +298,16 @@ def test_the_cost_of_each_experiment_is_shown(runs, tmp_path):
         "| table1 | LeNet, N=128 | 7 | 0.0 |",
         "| all |  | 7 | 0.0 |",
     ]
+
+
+def test_below_the_gains_stands_what_they_are_from(runs, tmp_path):
+    """BN and MN K=2, not the one training of IN, nor what nothing stands beside."""
+    update(tmp_path / "table1.jsonl", collect(CELLS, runs).lines, CELLS)
+    alone = next(cell for cell in TABLES["table3"] if cell.label == "MN K=2")
+    fake_run(alone, runs, 0, 8.0, 8.1, commit="other")
+    update(tmp_path / "table3.jsonl", collect(TABLES["table3"], runs).lines, TABLES["table3"])
+    _, _, row, _, conditions = gains_text(tmp_path).splitlines()
+    assert row.startswith("| LeNet, N=128 | 26.91 | 23.16 | −3.75 | 15.00 ± 1.00 | 13.83 ± 0.76 |")
+    assert conditions.startswith(
+        "6 trainings in 0.0 minutes; some device, torch 2.13.0, commit abc,"
+    )

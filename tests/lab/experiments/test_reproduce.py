@@ -1,16 +1,14 @@
-import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from fake_results import fake_run
 from PIL import Image
 
-from modenorm.lab.cli import main, reproduce
-from modenorm.lab.data import DataSet, ImageSet
+from modenorm.lab.cli import reproduce
 from modenorm.lab.experiments import TABLES, Cell, figure
 from modenorm.lab.experiments.collect import read_lines
 from modenorm.lab.experiments.paper import FIGURE2, Figure
@@ -34,40 +32,11 @@ CELLS = [
 WHERE = ("--device", "cpu", "--data", "data", "--runs", "runs")
 
 
-def images(count: int) -> ImageSet:
-    generator = torch.Generator().manual_seed(count)
-    labels = torch.randint(4, (count,), generator=generator)
-    pixels = torch.randint(0, 256, (count, 3, 32, 32), generator=generator).to(torch.uint8)
-    return ImageSet(pixels, labels, labels % 2, tuple("abcd"), ("even", "odd"))
-
-
 @pytest.fixture
-def command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> Command:
-    """Run the command line in a folder of its own, with a Table 1 of two tiny trainings."""
-    real = sources.load
-
-    def load(name: str, *args: object, **kwargs: object) -> DataSet:
-        if name == "builtin":
-            return DataSet(name, images(40), images(30))
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(sources, "load", load)
+def command(command: Command, monkeypatch: pytest.MonkeyPatch) -> Command:
+    """`modenorm reproduce`, with a Table 1 of two tiny trainings."""
     monkeypatch.setitem(TABLES, "table1", CELLS)
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["modenorm", "reproduce", *arguments])
-        try:
-            main()
-            code = 0
-        except SystemExit as end:
-            code = int(end.code or 0)
-        return code, *capsys.readouterr()
-
-    return run
+    return partial(command, "reproduce")
 
 
 def test_nothing_is_cut_off_on_a_narrow_terminal(
@@ -161,6 +130,7 @@ def test_trains_what_is_missing_and_shows_the_table(command: Command) -> None:
     code, out, err = command("table1", "--seeds", "2", *WHERE)
     assert code == 0
     assert "1/1 done" in err
+    assert "1 training in 0.0 minutes" in err
     assert read_lines(Path("results/table1.jsonl"))[:3] == lines
     assert "the paper's order" in out
 
@@ -250,6 +220,16 @@ def test_bad_input_in_one_sentence(command: Command) -> None:
     assert "table1.jsonl, line 1 is not JSON" in err
     code, _, err = command("table2", "--limit", "1", *WHERE)
     assert code == 2
+
+
+def test_results_that_cannot_be_written_are_told_before_the_training(command: Command) -> None:
+    Path("notes").write_text("no folder of results\n")
+    for target in ("table1", "figure2"):
+        for results in ("notes", "notes/more"):
+            code, _, err = command(target, "--results", results, *WHERE)
+            told = "modenorm: notes is a file, not a folder: choose another folder\n"
+            assert (code, err) == (2, told)
+    assert not Path("runs").exists()
 
 
 def test_table4_on_a_small_image_folder(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

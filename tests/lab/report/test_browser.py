@@ -26,7 +26,7 @@ def runs(tmp_path_factory):
         fake_run(folder, norm="bn", seed=seed)
         path = fake_run(folder, norm="mn", modes=3, seed=seed)
     fake_run(folder, norm="bn", dataset="a-set", evaluations=0, done=False)  # has just begun
-    fake_run(folder, norm="bn", model="resnet20", dataset="cifar10")
+    between(fake_run(folder, norm="bn", model="resnet20", dataset="cifar10"))
     fake_run(
         folder,
         norm="mn",
@@ -39,6 +39,13 @@ def runs(tmp_path_factory):
     (path / "metrics.jsonl").write_text(metrics.replace("stage1.norm", json.dumps(EVIL)[1:-1]))
     (folder / "broken").mkdir()
     return folder
+
+
+def between(path):
+    """Give a run errors that Python rounds to 45.12, and JavaScript to 45.13."""
+    result = json.loads((path / "result.json").read_text())
+    errors = {"final_error": 45.125, "domain_errors": {"plain": 45.125, "odd": 50.0}}
+    (path / "result.json").write_text(json.dumps(result | errors))
 
 
 def gallery():
@@ -103,6 +110,16 @@ def test_numbers_on_the_page_equal_the_run_files(page, runs):
     files = runs.glob("lenet*/result.json")
     expected = sorted(json.loads(file.read_text())["final_error"] for file in files)
     assert sorted(drawn) == pytest.approx(expected, abs=1e-3)
+
+
+def test_a_number_is_the_same_everywhere(page):
+    page.select_option("#experiment", label="resnet20 on cifar10")
+    for place in ("#curves-text", "#domains-text", "#domains-table"):
+        assert "45.12" in page.locator(place).text_content()
+    (drawn,) = page.evaluate("document.getElementById('domains-chart').data")
+    assert (drawn["y"], drawn["customdata"]) == ([45.125, 50], ["45.12", "50.00"])
+    assert "45.13" not in page.locator("main").text_content()
+    assert page.locator("#results tr", has_text="45.12").count() > 0
 
 
 def test_experiment_measure_and_scale(page):

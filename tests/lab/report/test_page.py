@@ -75,8 +75,10 @@ def test_means_over_seeds(runs):
     mean, se = statistics.fmean(errors), statistics.stdev(errors) / 3**0.5
     (experiment,) = page_data(html)["experiments"]
     assert [variant["label"] for variant in experiment["variants"]] == ["BN", "MN K=3"]
-    assert experiment["variants"][1]["final"] == pytest.approx({"mean": mean, "se": se, "n": 3})
-    assert f"{mean:.2f} ± {se:.2f}" in text_of(html)
+    final, text = experiment["variants"][1]["final"], f"{mean:.2f} ± {se:.2f}"
+    assert (final["mean"], final["se"]) == pytest.approx((mean, se))
+    assert (final["n"], final["text"]) == (3, text)
+    assert text in text_of(html)
     assert experiment["domains"] == ["plain", "odd"]
 
 

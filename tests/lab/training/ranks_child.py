@@ -16,6 +16,7 @@ from fake_data import fake_config, fake_data, fake_images
 
 from modenorm.lab.data import DataSet
 from modenorm.lab.training import TrainConfig, Training, recipe, runner, train
+from modenorm.lab.training.interrupts import exit_code
 
 UNEVEN = fake_config(model="resnet20", batch=7, total=3, milestones=(2,), eval_every=2)
 GROWN = dataclasses.replace(UNEVEN, seed=1)
@@ -67,9 +68,9 @@ def failure(config: TrainConfig, folder: Path, **options: Any) -> dict[str, Any]
 
 
 def stop(training: Training) -> None:
-    """Interrupt rank 0, which alone has a listener."""
+    """Terminate rank 0, which alone has a listener."""
     if training.position.step >= 16:
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
 
 
 def closed_state(runs: Path) -> list[float]:
@@ -117,8 +118,8 @@ def main(folder: Path) -> None:
     train(recipe(**MORTAL), runs, device="cpu", workers=0)
     try:
         train(STOPPED, runs, data=fake_data(), device="cpu", listener=stop)
-    except KeyboardInterrupt:
-        found["stopped"] = True
+    except KeyboardInterrupt as interrupt:
+        found["stopped"] = exit_code(interrupt)
     found["small batch"] = failure(fake_config(batch=1), runs, data=fake_data())
     found["other command"] = failure(fake_config(seed=rank), runs, data=fake_data())
     other = DataSet("fake", fake_images(70 + rank), fake_images(33, seed=1))

@@ -165,7 +165,7 @@ def test_streamed_images_on_the_device(tmp_path: Path) -> None:
     from PIL import Image
 
     for number in range(24):
-        part, label = ("train", "val")[number % 4 == 3], "ab"[number % 2]
+        part, label = ("train", "val")[number % 4 == 3], "ab"[number // 4 % 2]
         path = tmp_path / "images" / part / label / f"{number}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (30 + number, 24), (9 * number, 80, 99)).save(path)

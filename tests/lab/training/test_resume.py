@@ -31,6 +31,7 @@ from modenorm.lab.training import (
     train,
     train_many,
 )
+from modenorm.lab.training.interrupts import Terminated
 
 TIMES = ("seconds", "date")
 
@@ -120,15 +121,23 @@ def test_stopped_again_and_again(tmp_path: Path) -> None:
     same_end(run, Run.of(config, tmp_path / "whole"))
 
 
-def test_interrupt_writes_a_checkpoint_of_the_moment(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("signum", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)]
+)
+def test_interrupt_writes_a_checkpoint_of_the_moment(
+    tmp_path: Path, signum: signal.Signals, error: type[KeyboardInterrupt]
+) -> None:
     config = fake_config(norm="bn", total=25)
 
     def interrupt(training: Training) -> None:
         if training.position.step == 16:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signum)
 
-    with pytest.raises(KeyboardInterrupt):
+    before = signal.getsignal(signum)
+    with pytest.raises(KeyboardInterrupt) as stopped:
         train(config, tmp_path / "stopped", data=fake_data(), listener=interrupt)
+    assert stopped.type is error
+    assert signal.getsignal(signum) is before
     run = Run.of(config, tmp_path / "stopped")
     assert Checkpoint.load(run.checkpoint).position.step >= 16
     assert run.state == "incomplete"
@@ -237,7 +246,7 @@ def test_a_checkpoint_that_does_not_describe_its_data(trained: Run, tmp_path: Pa
 
 
 def test_a_streamed_training_notices_other_files(tmp_path: Path) -> None:
-    for name in ("train/a/1", "train/b/1", "val/a/1"):
+    for name in ("train/a/1", "train/b/1", "val/a/1", "val/b/1"):
         path = tmp_path / "pictures" / f"{name}.png"
         path.parent.mkdir(parents=True)
         Image.new("RGB", (8, 8)).save(path)
@@ -255,7 +264,7 @@ def test_a_streamed_training_notices_other_files(tmp_path: Path) -> None:
         train(config, tmp_path, listener=stop, **options)
     added = tmp_path / "pictures" / "train" / "a" / "0.png"
     Image.new("RGB", (8, 8)).save(added)
-    with pytest.raises(CheckpointError, match=r"2 training and 1 test .* instead of 3 training"):
+    with pytest.raises(CheckpointError, match=r"2 training and 2 test .* instead of 3 training"):
         train(config, tmp_path, **options)
     added.unlink()
     train(config, tmp_path, **options)

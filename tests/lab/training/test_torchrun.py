@@ -32,7 +32,7 @@ def torchrun(*arguments: str, ranks: int = 2) -> list[str]:
 
 def write_images(folder: Path, count: int) -> None:
     for number in range(count):
-        part, label = ("train", "val")[number % 4 == 3], "ab"[number % 2]
+        part, label = ("train", "val")[number % 4 == 3], "ab"[number // 4 % 2]
         path = folder / part / label / f"{number}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (30 + number, 24), (9 * number, 80, 99)).save(path)
@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for rank in range(2):
         write_images(folder / f"rank{rank}" / "images", 21)
         write_images(folder / f"rank{rank}" / "differs", 20 + rank)
-    write_images(folder / "rank0" / "only0", 4)
+    write_images(folder / "rank0" / "only0", 8)
     (folder / "occupied").write_text("a file where runs should be")
     begin(folder / "two")
     command = torchrun(str(HERE / "ranks_child.py"), str(folder))
@@ -127,8 +127,8 @@ def test_streamed_images_in_shares(folder: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_goes_on_with_another_number_of_ranks(folder: Path, found: list[dict[str, Any]]) -> None:
-    assert found[0]["stopped"]
-    assert found[1]["stopped"]
+    assert found[0]["stopped"] == 143
+    assert found[1]["stopped"] == 130
     run = Run.of(STOPPED, folder / "two")
     assert run.state == "incomplete"
     step = Checkpoint.load(run.checkpoint).position.step
@@ -182,26 +182,35 @@ def process_of(rank: int, parent: int) -> int | None:
     return None
 
 
-def kill_at_first_checkpoint(rank: int, parent: subprocess.Popen[str], checkpoint: Path) -> None:
+def wait_for(checkpoint: Path, parent: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + SECONDS
     while not checkpoint.exists() and parent.poll() is None:
         assert time.monotonic() < deadline, f"no checkpoint within {SECONDS} s"
         time.sleep(0.01)
+
+
+def kill_at_first_checkpoint(rank: int, parent: subprocess.Popen[str], checkpoint: Path) -> None:
+    wait_for(checkpoint, parent)
     victim = process_of(rank, parent.pid)
     assert victim is not None
     os.kill(victim, signal.SIGKILL)
 
 
+def mortal(runs: Path, **changed: int) -> list[str]:
+    """The command that trains `MORTAL`, with some settings changed."""
+    arguments = ["-m", "modenorm", "train", "--device", "cpu", "--workers", "1"]
+    arguments += ["--checkpoint-every", "0", "--runs", str(runs)]
+    for name, value in (MORTAL | changed).items():
+        option = "--" + name.replace("_", "-")
+        arguments += [option] if value is True else [option, str(value)]
+    return arguments
+
+
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
 def test_a_killed_rank_and_the_restart(folder: Path, tmp_path: Path) -> None:
     """SIGKILL of the rank that writes: torchrun starts all again, from the last checkpoint."""
-    arguments = ["-m", "modenorm", "train", "--device", "cpu", "--workers", "1"]
-    arguments += ["--checkpoint-every", "0", "--runs", str(tmp_path)]
-    for name, value in MORTAL.items():
-        option = "--" + name.replace("_", "-")
-        arguments += [option] if value is True else [option, str(value)]
     run = Run.of(recipe(**MORTAL), tmp_path)
-    command = torchrun("--max-restarts=1", "--monitor-interval=0.1", *arguments)
+    command = torchrun("--max-restarts=1", "--monitor-interval=0.1", *mortal(tmp_path))
     with subprocess.Popen(
         command, cwd=folder / "rank0", env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
     ) as parent:
@@ -214,6 +223,27 @@ def test_a_killed_rank_and_the_restart(folder: Path, tmp_path: Path) -> None:
     assert parent.returncode == 0, errors
     assert "exitcode: -9" in errors
     same_end(run, Run.of(recipe(**MORTAL), folder / "two"))
+
+
+@pytest.mark.parametrize("started_by", ["torchrun", "Slurm"])
+def test_all_processes_are_told_to_end(folder: Path, tmp_path: Path, started_by: str) -> None:
+    """SIGTERM of a training and its workers: it keeps a checkpoint and goes on another time."""
+    run = Run.of(recipe(**MORTAL | {"total": 9999}), tmp_path)  # far from its end
+    arguments = mortal(tmp_path, total=9999)
+    command = torchrun(*arguments) if started_by == "torchrun" else [sys.executable, *arguments]
+    where = {"cwd": folder / "rank0", "env": ENVIRONMENT, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, start_new_session=True, **where) as training:
+        try:
+            wait_for(run.checkpoint, training)  # just when workers start
+            time.sleep(0.5)
+            os.killpg(training.pid, signal.SIGTERM)  # torchrun passes it on to groups of its own
+            _, errors = training.communicate(timeout=SECONDS)
+        finally:
+            training.terminate()
+    assert "give the same command to go on" in errors
+    assert "DataLoader" not in errors
+    assert started_by == "torchrun" or (training.returncode == 143 and "Traceback" not in errors)
+    assert run.state == "incomplete"
 
 
 def test_a_worker_does_not_train(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from modenorm.lab.provenance import all_of
 from modenorm.lab.training.files import read_objects
 
 __all__ = ["Table", "markdown_table", "tables_of", "with_tables"]
@@ -280,10 +281,8 @@ def markdown_table(header: list[str], lines: list[list[str]]) -> str:
 
 
 def _conditions(rows: list[Row]) -> str:
-    def all_of(name: str, length: int | None = None) -> str:
-        return ", ".join(dict.fromkeys(row[name][:length] for row in rows))
-
     return (
-        f"{all_of('device')}, torch {all_of('torch')}, commit {all_of('commit')}, "
-        f"{all_of('date', 10)}; forward and backward together."
+        f"{all_of(rows, 'device')}, torch {all_of(rows, 'torch')}, "
+        f"commit {all_of(rows, 'commit')}, {all_of(rows, 'date', 10)}; "
+        "forward and backward together."
     )

@@ -84,7 +84,7 @@ def layer_command(
     sizes = [_shape(text) for text in shapes] or list(default)
     kinds = dtypes or (["float32", "bfloat16"] if device == "cuda" else ["float32"])
     names = norms or norm_names(modes, loop)
-    console = Console()
+    console = make_console()
     _report_conditions(console, device)
     rows: list[dict[str, Any]] = []
     for shape in sizes:
@@ -94,9 +94,9 @@ def layer_command(
                 measured = list(_with_provenance(measure(case, names), device))
                 title = f"{'×'.join(map(str, shape))} {dtype} {layout}, floor "
                 title += f"{measured[0]['floor_us']:.0f} µs"
-                console.print(_table(title, measured, LAYER_COLUMNS))
                 rows += measured
                 _write(output, rows)
+                console.print(_table(title, measured, LAYER_COLUMNS))
 
 
 @app.command("model")
@@ -112,7 +112,7 @@ def model_command(
 ) -> None:
     """A whole training step of a network, channels_last: wall time and memory."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    console = Console()
+    console = make_console()
     _report_conditions(console, device)
     rows: list[dict[str, Any]] = []
     for name in models or model_names():
@@ -160,7 +160,7 @@ def train_command(
     the device.
     """
     _check_cases(models)
-    console = Console()
+    console = make_console()
     where = choose_device(device).type
     _report_conditions(console, where)
     rows: list[dict[str, Any]] = []
@@ -181,9 +181,9 @@ def train_command(
         title = f"{name}, N={settings['batch']}, {case.size}×{case.size}, {found[0]['dtype']}, "
         title += "compiled, " if found[0]["compile"] else ""
         title += f"files of {folder.name}" if folder else f"{case.parallel} side by side"
-        console.print(_table(title, found, TRAIN_COLUMNS))
         rows += found
         _write(output, rows)
+        console.print(_table(title, found, TRAIN_COLUMNS))
 
 
 @app.command("step")
@@ -208,6 +208,8 @@ def step_command(
             case = dataclasses.replace(case, settings=case.settings | {"batch": batch})
         measured = measure_step(case, norm, steps=steps, parallel=parallel, device=target)
         found = list(_with_provenance(measured, target.type))
+        rows += found
+        _write(output, rows)
         launches = sum(row["launches"] for row in found)
         where = "alone" if parallel == 1 else f"with {parallel} side by side"
         title = f"{model} {norm}, N={found[0]['batch']}: {found[0]['step_us']:,.0f} µs a step "
@@ -217,8 +219,6 @@ def step_command(
         for row in found[:most]:
             table.add_row(f"{row['kernel_us']:.1f}", f"{row['launches']:g}", row["kernel"])
         console.print(table)
-        rows += found
-        _write(output, rows)
 
 
 def _check_cases(models: Iterable[str]) -> None:
@@ -243,13 +243,13 @@ def sparsity_command(
     names = models or (known if device == "cuda" else ["lenet"])
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"unknown model {unknown[0]!r}: expected {', '.join(known)}")
-    console = Console()
+    console = make_console()
     _report_conditions(console, device)
     cases = [case for case in SPARSITY_CASES if case.model in names]
     rows = list(_with_provenance(measure_sparsity(cases, device=device), device))
+    _write(output, rows)
     shown = [row | {"norm": f"{row['model']} {row['norm']}, {row['method']}"} for row in rows]
     console.print(_table("penalty on modes", shown, SPARSITY_COLUMNS))
-    _write(output, rows)
 
 
 @app.command("page")
@@ -261,7 +261,7 @@ def page_command(
     if not results.is_dir():
         raise ValueError(f"{results} is not a folder: set --results to that of bench_*.jsonl")
     for page in pages:
-        write_whole(page, with_tables(page.read_text(), results).encode())
+        write_whole(page, with_tables(page.read_text("utf-8"), results).encode())
         typer.echo(f"rebuilt the tables of {page}")
 
 
@@ -281,7 +281,7 @@ def sync_command(
     if any(count < 1 for count in ranks):
         raise ValueError(f"ranks are {ranks}; each must be at least 1")
     device = "cuda" if torch.cuda.device_count() >= max(ranks) else "cpu"
-    console = Console()
+    console = make_console()
     _report_conditions(console, device)
     rows: list[dict[str, Any]] = []
     for count in ranks:
@@ -289,9 +289,9 @@ def sync_command(
         for row in measured:
             row["norm"] = f"{row['shape']} K={row['modes']}"
         title = f"{count} ranks, {measured[0]['backend']}"
-        console.print(_table(title, measured, SYNC_COLUMNS))
         rows += measured
         _write(output, rows)
+        console.print(_table(title, measured, SYNC_COLUMNS))
 
 
 def _shape(text: str) -> tuple[int, int, int, int]:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, ParamSpec
 
 import typer
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -27,6 +26,7 @@ from modenorm.lab.data.catalog import MULTITASK, PUBLISHED
 from modenorm.lab.data.download import download as get
 from modenorm.lab.data.verify import Verdict, incomplete, present, write_json
 from modenorm.lab.data.verify import verify as check
+from modenorm.lab.training.files import check_file
 
 app = typer.Typer(help="List, download and verify data sets.", no_args_is_help=True)
 P = ParamSpec("P")
@@ -89,7 +89,7 @@ def download(
         TimeRemainingColumn(),
     )
     for name in names or PUBLISHED:
-        with Progress(*columns, console=Console(stderr=True)) as progress:
+        with Progress(*columns, console=make_console(stderr=True)) as progress:
             paths = get(name, data, _reporter(progress, name), force)
         typer.echo(f"{name}: {len(paths)} files in {paths[0].parent}")
 
@@ -117,9 +117,11 @@ def verify(
     broken = {} if names else incomplete(data)
     if not chosen and not broken:
         raise DataError(f"no data set in {data}: expected one of {', '.join(PUBLISHED)}")
+    if json is not None:
+        check_file(json)
     verdicts: list[Verdict] = []
     unreadable: dict[str, None] = {}
-    with Console(stderr=True).status("") as status:
+    with make_console(stderr=True).status("") as status:
         for name in chosen:
             status.update(f"reading {name}")
             try:

@@ -20,7 +20,9 @@ from modenorm.lab.demo import (
     separation,
 )
 from modenorm.lab.report import Record, read_record, write_page
+from modenorm.lab.report.page import plotly_script
 from modenorm.lab.training import Outcome, train_many
+from modenorm.lab.training.interrupts import exit_code
 from modenorm.threads import one_thread
 
 
@@ -35,8 +37,14 @@ def demo_command(
     """Train BN, MN, GN and MGN on a built-in mixture of four domains and show what they do.
 
     Takes two to three minutes on two CPU cores. An interrupted demo goes on where it stopped.
+
+    Without the package plotly there are tables, but no page, and the exit code is 2.
     """
     console, began = make_console(), time.monotonic()
+    try:
+        plotly_script()
+    except ValueError as error:  # rather now than after minutes
+        console.print(f"There will be tables alone: {error}.", soft_wrap=True)
     console.print("Drawing 16,000 pictures of four domains ...")
     data = load("builtin")
     outcomes = _train(data, output / "runs", epochs, seeds, device)
@@ -46,11 +54,11 @@ def demo_command(
             if outcome.result:
                 add_gallery(outcome.run, data)
     records = [read_record(outcome.run.path) for outcome in outcomes]
-    page = output / "report.html"
-    write_page(page, records, demo_page(data))
     show(records, console)
     for failure in failures:
         console.print(f"failed: {failure}", style="red")
+    page = output / "report.html"
+    write_page(page, records, demo_page(data, epochs))
     seconds = time.monotonic() - began
     console.print(f"\n{seconds:.0f} s in all. Open {page} in a browser to see it.", soft_wrap=True)
     if failures:
@@ -69,12 +77,12 @@ def _train(data: DataSet, runs: Path, epochs: int, seeds: int, device: str | Non
                 parallel=len(configs),
                 listener=report,
             )
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         console.print(
             f"Interrupted. {runs} keeps what was trained; `modenorm demo` goes on there.",
             soft_wrap=True,
         )
-        raise typer.Exit(130) from None
+        raise typer.Exit(exit_code(interrupt)) from None
 
 
 def show(records: Sequence[Record], console: Console) -> None:

@@ -4,9 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich.console import Console
 
-from modenorm.lab.cli.shown import make_table
+from modenorm.lab.cli.shown import make_console, make_table
 from modenorm.lab.experiments import mixtures
 from modenorm.lab.experiments.mixtures import CANDIDATES, METHODS, NEEDED, TOLERANCES, TUNING_SEED
 from modenorm.lab.training.files import alone_in, read_objects, write_lines
@@ -38,13 +37,13 @@ def mixtures_command(
     read_objects(file, NEEDED)  # rather now than after minutes
     for lines in mixtures.study(range(first, first + count), chosen, **options, **tolerances):
         _keep(file, lines)
-        Console(stderr=True).print(f"{lines[0]['method']} {lines[0]['strength']}: in {file}")
+        make_console(stderr=True).print(f"{lines[0]['method']} {lines[0]['strength']}: in {file}")
     found = read_objects(file, NEEDED)
     for header, rows in (mixtures.summary(found), mixtures.errors(found)):
         table = make_table(*header)
         for row in rows:
             table.add_row(*row)
-        Console().print(table)
+        make_console().print(table)
 
 
 def _keep(file: Path, new: list[dict[str, Any]]) -> None:

@@ -96,11 +96,11 @@ def modes_command(
         _keep(gallery, path, console)
     if json is not None:
         write_whole(json, report.to_json().encode())
+    console.print(report.table())
     if kind == ".html":
         write_page(output, [_record(path, checkpoint, gallery)], _page(name, file, report))
     else:
         write_picture(contact_sheet(gallery), output)
-    console.print(report.table())
     console.print(f"{output} shows what each mode claims", soft_wrap=True)
 
 

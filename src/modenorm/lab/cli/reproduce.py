@@ -31,13 +31,14 @@ from modenorm.lab.experiments.collect import (
     update,
 )
 from modenorm.lab.experiments.figure import draw
-from modenorm.lab.experiments.page import conditions, with_results
+from modenorm.lab.experiments.page import conditions, duration, with_results
 from modenorm.lab.experiments.paper import FIGURE2, Figure
 from modenorm.lab.experiments.plan import Plan, make_plan, steps_left, total_steps
 from modenorm.lab.experiments.summary import HEADER, orders, rows, summarize
 from modenorm.lab.experiments.tables import TABLES
 from modenorm.lab.training import Run, Training, train_many
-from modenorm.lab.training.files import write_whole
+from modenorm.lab.training.files import check_folder, write_whole
+from modenorm.lab.training.interrupts import exit_code
 from modenorm.lab.training.ranks import started_ranks
 
 PAGES = (Path("README.md"), Path("docs/reproduction.md"), Path("docs/automatic_modes_study.md"))
@@ -174,6 +175,8 @@ def _train(
 ) -> list[str]:
     """Train, keep the results whatever happens, and return why trainings failed."""
     runs, results = folders
+    if started_ranks().leads:
+        check_folder(results)
     began, keeper = time.monotonic(), Keeper(tables, results)
     try:
         configs = [run.config for run in left]
@@ -185,13 +188,13 @@ def _train(
                 keeper(training)
 
             outcomes = train_many(configs, runs, listener=listen, **machine)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         _say(f"Interrupted. What was trained is kept in {runs}; give the same command to go on.")
-        raise typer.Exit(130) from None
+        raise typer.Exit(exit_code(interrupt)) from None
     finally:
         _collect(tables, runs, results)
     if left:
-        _say(f"{len(left)} trainings in {(time.monotonic() - began) / 60:.1f} minutes")
+        _say(duration(len(left), (time.monotonic() - began) / 60))
     failures = [outcome.failure for outcome in outcomes if outcome.failure]
     failures += [
         f"{run.path.name} failed before: see {run.path / 'failed'}, or set --retry-failed"
@@ -223,7 +226,7 @@ def _rebuild_pages(results: Path) -> None:
     if not pages:
         raise ValueError(f"no {PAGES[0]} here: give this command in a checkout of the project")
     for page in pages:
-        write_whole(page, with_results(page.read_text(), results).encode())
+        write_whole(page, with_results(page.read_text("utf-8"), results).encode())
         _say(f"rebuilt the tables of {page}")
 
 

@@ -1,15 +1,22 @@
 """How commands show things: names as they are, and nothing cut off on a narrow terminal."""
 
+import os
 from typing import Any
 
 from rich.console import Console
 from rich.progress import TextColumn
 from rich.table import Column, Table
 
+WITHOUT_TERMINAL = 1000
+"""Columns for files and pipes: a name stays in one line, for grep to find."""
+
 
 def make_console(**options: Any) -> Console:
     """A console that takes brackets and colons in names for what they are."""
-    return Console(markup=False, emoji=False, highlight=False, **options)
+    console = Console(markup=False, emoji=False, highlight=False, **options)
+    if not console.is_terminal and "COLUMNS" not in os.environ and "width" not in options:
+        console.width = WITHOUT_TERMINAL
+    return console
 
 
 def make_table(*headings: str, right: tuple[str, ...] = (), title: str | None = None) -> Table:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,9 @@ from modenorm.lab.experiments.paper import located
 from modenorm.lab.models import MODELS
 from modenorm.lab.report import Record, read_records
 from modenorm.lab.report.records import is_number
-from modenorm.lab.training import Outcome, TrainConfig, Training, recipe, train_many
+from modenorm.lab.training import Outcome, Run, TrainConfig, Training, recipe, train_many
 from modenorm.lab.training.closing import DEFAULT_SPARSITY
+from modenorm.lab.training.interrupts import exit_code
 from modenorm.lab.training.ranks import started_ranks
 
 _model = partial(typer.Option, rich_help_panel="What to train")
@@ -179,6 +181,8 @@ def train_command(
     for note in ignored(config, {"modes": modes, **of_norms}, device):
         told.print(note, soft_wrap=True)
     configs = [dataclasses.replace(config, seed=seed + i) for i in range(seeds)]
+    for note in _finished(configs, runs):
+        told.print(note, soft_wrap=True)
     machine = {
         "data_dir": data,
         "device": device,
@@ -193,17 +197,28 @@ def train_command(
         raise typer.Exit(1)
 
 
+def _finished(configs: Iterable[TrainConfig], runs: Path) -> Iterator[str]:
+    """A sentence for each run that is done: its result is of another day, and maybe other data."""
+    for run in (Run.of(config, runs) for config in configs):
+        if run.state == "done":
+            day = str(run.result().get("date", "some time"))[:10]
+            yield (
+                f"{run.path.name} is done since {day}: nothing was trained; delete {run.path} to "
+                "train it again."
+            )
+
+
 def _train(configs: list[TrainConfig], runs: Path, machine: dict[str, Any]) -> list[Outcome]:
     console = make_console(stderr=True, quiet=not started_ranks().leads)
     try:
         with ProgressReport(console) as report:
             return train_many(configs, runs, listener=report, **machine)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         console.print(
             f"Interrupted. What was trained is kept in {runs}; give the same command to go on.",
             soft_wrap=True,
         )
-        raise typer.Exit(130) from None
+        raise typer.Exit(exit_code(interrupt)) from None
 
 
 def list_runs(

@@ -22,6 +22,10 @@ Tensors = dict[str, tuple[Tensor, Tensor]]  # split -> images, labels
 FOLDER = ".modenorm-cache"
 
 
+class CacheWarning(UserWarning):
+    """A data set is not kept: the next training decodes it again."""
+
+
 def cached(path: Path, key: str, build: Callable[[], Splits]) -> Tensors:
     """What `build` returns, from `path` if it was stored there under the same key."""
     stored = read(path, key)
@@ -31,7 +35,7 @@ def cached(path: Path, key: str, build: Callable[[], Splits]) -> Tensors:
     try:
         write(path, key, tensors)
     except (OSError, SafetensorError) as error:
-        warnings.warn(f"{path}: data set not cached ({error})", stacklevel=3)
+        warnings.warn(f"{path}: data set not cached ({error})", CacheWarning, stacklevel=3)
     return tensors
 
 

@@ -116,10 +116,12 @@ def index_folder(folder: Path) -> FolderIndex:
         _list_classes(train, classes),
         _list_annotated(test, classes) if annotated else _list_classes(test, classes),
     )
-    empty = set(range(len(classes))) - set(index.train.labels)
-    if empty:
+    if empty := _without_images(classes, index.train):
+        raise DataError(f"{train / empty}: no images, expected some in every class of train/")
+    if empty := _without_images(classes, index.test):
         raise DataError(
-            f"{train / classes[min(empty)]}: no images, expected some in every class of train/"
+            f"{test}: no images of {empty}, expected some of every class of train/: add some, or "
+            f"remove {train / empty}"
         )
     return index
 
@@ -130,6 +132,12 @@ def read_folder(index: FolderIndex, size: int | None = None) -> Splits:
     Without `size` all images must have one size.
     """
     return {"train": _decode(index.train, size), "test": _decode(index.test, size)}
+
+
+def _without_images(classes: Sequence[str], listing: Listing) -> str | None:
+    """The first class of which there is no image."""
+    empty = set(range(len(classes))) - set(listing.labels)
+    return classes[min(empty)] if empty else None
 
 
 def _class_folders(folder: Path) -> list[str]:
@@ -152,9 +160,17 @@ def _image_files(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator
         path = folder / entry.name
         if not entry.is_dir():
             if path.suffix.lower() in SUFFIXES:
+                if not entry.is_file():
+                    raise DataError(_describe_no_file(path))
                 yield path
         elif path.resolve() not in above:
             yield from _image_files(path, above)
+
+
+def _describe_no_file(path: Path) -> str:
+    if path.is_symlink() and not path.exists():
+        return f"{path} is a link to {os.readlink(path)}, which is not there: mend or remove it"
+    return f"{path} is no regular file, as images are: remove it"
 
 
 def _list_classes(folder: Path, classes: Sequence[str]) -> Listing:

@@ -28,6 +28,8 @@ def read_idx(path: Path, ndim: int) -> np.ndarray:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
             header = stream.read(4 + 4 * ndim)
             magic = bytes([0, 0, 8, ndim])
+            if not header:
+                raise DataError(f"{path}: empty, expected a header and data: get it again")
             if header[:4] != magic:
                 raise DataError(f"{path}: magic {header[:4].hex()}, expected {magic.hex()}")
             if len(header) < 4 + 4 * ndim:
@@ -55,4 +57,4 @@ def _split(images: Path, labels: Path, num_classes: int) -> Split:
     pixels = read_idx(images, 3)
     if pixels.shape[1:] != (28, 28):
         raise DataError(f"{images}: images of {pixels.shape[1:]} pixels, expected (28, 28)")
-    return checked(images, pixels[:, None], read_idx(labels, 1), num_classes)
+    return checked(images, pixels[:, None], read_idx(labels, 1), num_classes, labels)

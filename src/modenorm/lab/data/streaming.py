@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import NamedTuple
@@ -219,7 +220,21 @@ def _context() -> BaseContext:
     context = multiprocessing.get_context("forkserver" if joined and possible else None)
     if context.get_start_method() == "forkserver":
         context.set_forkserver_preload(["__main__", __name__])  # imported once for all workers
+        _start_server()
     return context
+
+
+def _start_server() -> None:
+    """Start the fork server, unless there is one, deaf to the SIGTERM that torchrun sends to all.
+
+    Its workers would end with it, before the training could keep what it has done.
+    """
+    resource_tracker.ensure_running()  # first, as its start lets signals through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # what children inherit
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _follow_the_training(_: int, training: int | None) -> None:
@@ -230,7 +245,8 @@ def _follow_the_training(_: int, training: int | None) -> None:
     Args:
         training: The process that forked this one; None if a fork server did.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the training decides when to stop
+    for signum in (signal.SIGINT, signal.SIGTERM):  # the training decides when to stop
+        signal.signal(signum, signal.SIG_IGN)
     if training is None:  # the server lives as long as its children: it is no parent to follow
         threading.Thread(target=_end_with_the_training, daemon=True).start()
         return

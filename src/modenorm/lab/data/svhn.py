@@ -19,8 +19,10 @@ def read(files: Sequence[Path], num_classes: int) -> Splits:
 
 
 def _read_mat(path: Path, num_classes: int) -> Split:
-    from scipy.io import loadmat
-
+    try:
+        from scipy.io import loadmat
+    except ModuleNotFoundError as missing:
+        raise DataError(f"SVHN needs {missing.name!r}: pip install 'modenorm[lab]'") from None
     try:
         content = loadmat(path, variable_names=["X", "y"])
     # scipy raises a dozen different errors for damaged files, down to TypeError and zlib's.

@@ -1,6 +1,6 @@
 """What mode normalization adds to the paper's networks, counted and not measured."""
 
-from modenorm.lab.models import create_model
+from modenorm.lab.models import count_parameters, create_model
 
 PARAMETER_HEADER = ("network", "parameters with BN", "MN K=2", "MN K=4", "MN K=6")
 NETWORKS = {"lenet": 40, "nin": 10, "vgg13": 10, "resnet20": 10, "resnet56": 100, "resnet18": 1000}
@@ -19,5 +19,4 @@ def _row(model: str, classes: int) -> list[str]:
 
 
 def _count(model: str, classes: int, **norm: object) -> int:
-    made = create_model(model, num_classes=classes, **norm)  # type: ignore[arg-type]
-    return sum(parameter.numel() for parameter in made.parameters())
+    return count_parameters(create_model(model, num_classes=classes, **norm))  # type: ignore[arg-type]

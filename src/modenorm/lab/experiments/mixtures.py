@@ -22,7 +22,7 @@ from modenorm import ModeNorm1d, ModeSparsity, prune_modes, recalibrate
 from modenorm.kernels.switches import draw_switches, expected_open
 from modenorm.lab.bench.page import markdown_table
 from modenorm.lab.data.loader import derive_seed
-from modenorm.lab.provenance import provenance
+from modenorm.lab.provenance import all_of, provenance
 from modenorm.lab.training.closing import DEFAULT_SPARSITY
 from modenorm.lab.training.schedule import CLOSING
 from modenorm.modes.report import SMALLEST_GATE
@@ -356,14 +356,11 @@ def mixtures_tables(lines: Sequence[Line]) -> str:
 
 def tuning_table(lines: Sequence[Line]) -> str:
     """Hits and errors of every strength and tolerance, in Markdown, and where they come from."""
-
-    def all_of(name: str, length: int | None = None) -> str:
-        return ", ".join(dict.fromkeys(str(line[name])[:length] for line in lines))
-
     seeds = sorted({line["seed"] for line in lines})
+    steps = ", ".join(dict.fromkeys(str(line["steps"]) for line in lines))
     conditions = (
-        f"Seeds {seeds[0]} to {seeds[-1]}, at most {MAX_MODES} modes, {all_of('steps')} steps of "
-        f"{BATCH} samples; {all_of('device')}, torch {all_of('torch')}, "
-        f"commit {all_of('commit')}, {all_of('date', 10)}."
+        f"Seeds {seeds[0]} to {seeds[-1]}, at most {MAX_MODES} modes, {steps} steps "
+        f"of {BATCH} samples; {all_of(lines, 'device')}, torch {all_of(lines, 'torch')}, "
+        f"commit {all_of(lines, 'commit')}, {all_of(lines, 'date', 10)}."
     )
     return "\n\n".join([markdown_table(*errors(lines)), conditions])

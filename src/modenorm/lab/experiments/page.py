@@ -3,6 +3,7 @@
 import datetime
 import re
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -17,11 +18,13 @@ from modenorm.lab.experiments.summary import (
     GAIN_HEADER,
     HEADER,
     gain_rows,
+    gains,
     orders,
     rows,
     summarize,
 )
 from modenorm.lab.experiments.tables import TABLES
+from modenorm.lab.provenance import all_of
 from modenorm.lab.training.files import read_objects
 
 GAIN_TABLES = ("table1", "table5", "table3", "table4")
@@ -66,12 +69,18 @@ def parameters_text(_: Path) -> str:
 def gains_text(results: Path) -> str:
     """MN beside BN in all tables, in Markdown."""
     lines = {table: read_lines(results_file(results, table)) for table in GAIN_TABLES}
-    summaries = [s for table in GAIN_TABLES for s in summarize(TABLES[table], lines[table])]
-    found = gain_rows(summaries)
-    if not found:
+    pairs = gains([s for table in GAIN_TABLES for s in summarize(TABLES[table], lines[table])])
+    if not pairs:
         return "_not measured yet_"
-    table = markdown_table(list(GAIN_HEADER), found)
-    return f"{table}\n\n{conditions(list(chain(*lines.values())))}"
+    shown = {(s.cell.key, seed) for s in chain(*pairs) for seed in s.seeds}
+    measured = _once(chain(*lines.values()))
+    trained = [line for training, line in measured.items() if training in shown]
+    return f"{markdown_table(list(GAIN_HEADER), gain_rows(pairs))}\n\n{conditions(trained)}"
+
+
+def _once(lines: Iterable[Line]) -> dict[tuple[str, int], Line]:
+    """Each training once, also if it is in several tables."""
+    return {(line["settings"], line["seed"]): line for line in lines}
 
 
 def cost_text(results: Path) -> str:
@@ -85,8 +94,7 @@ def cost_text(results: Path) -> str:
             keys = {cell.key for cell in cells if cell.group == group}
             if found := [line for line in lines if line["settings"] in keys]:
                 rows.append([table, group, *_cost(found)])
-    once = {(line["settings"], line["seed"]): line for line in everything}  # of two tables or one
-    rows.append(["all", "", *_cost(list(once.values()))])
+    rows.append(["all", "", *_cost(list(_once(everything).values()))])
     return markdown_table(["table", "experiment", "trainings", "minutes"], rows)
 
 
@@ -132,17 +140,23 @@ def mixtures_text(results: Path, name: str) -> str:
 
 def conditions(lines: Sequence[Line]) -> str:
     """The time, machines, versions, commits and days of some lines."""
-
-    def all_of(name: str) -> str:
-        return ", ".join(sorted({str(line[name]) for line in lines}))
-
+    every = partial(all_of, lines, sort=True)
     days = sorted({str(line["date"])[:10] for line in lines})
     return (
-        f"{len(lines)} trainings in {busy_minutes(lines):.1f} minutes; {all_of('gpu')}, "
-        f"torch {all_of('torch')}, commit {all_of('commit')}, "
+        f"{duration(len(lines), busy_minutes(lines))}; {every('gpu')}, "
+        f"torch {every('torch')}, commit {every('commit')}, "
         f"{' to '.join(dict.fromkeys((days[0], days[-1])))}. "
         "Errors in percent, mean ± standard deviation over seeds; differences ± standard error."
     )
+
+
+def duration(trainings: int, minutes: float) -> str:
+    """How many trainings took how long.
+
+    >>> duration(1, 1.6)
+    '1 training in 1.6 minutes'
+    """
+    return f"{trainings} training{'' if trainings == 1 else 's'} in {minutes:.1f} minutes"
 
 
 def busy_minutes(lines: Iterable[Line]) -> float:

@@ -155,20 +155,27 @@ def rows(summaries: Sequence[Summary]) -> list[list[str]]:
     return found
 
 
-def gain_rows(summaries: Sequence[Summary]) -> list[list[str]]:
-    """MN with two modes beside BN, in the paper and here, where both were measured."""
+def gains(summaries: Sequence[Summary]) -> list[tuple[Summary, Summary]]:
+    """BN, and MN with two modes beside it, where both were measured."""
     found = []
-    for group, members in _groups(summaries).items():
+    for members in _groups(summaries).values():
         by_label = {member.cell.label: member for member in members}
         bn, mn = by_label.get(BASELINE), by_label.get("MN K=2")
-        if bn is None or mn is None or bn.top is None or mn.top is None:
-            continue
+        if bn is not None and mn is not None and bn.seeds and mn.seeds:
+            found.append((bn, mn))
+    return found
+
+
+def gain_rows(pairs: Sequence[tuple[Summary, Summary]]) -> list[list[str]]:
+    """MN beside BN in the paper and here, as rows of text under `GAIN_HEADER`."""
+    found = []
+    for bn, mn in pairs:
         published = ["", "", ""]
         if bn.cell.error is not None and mn.cell.error is not None and not mn.cell.stand_in:
             gain = Difference(mn.cell.error - bn.cell.error, None, True)
             published = [number(bn.cell.error), number(mn.cell.error), str(gain)]
         measured = [str(bn.top), str(mn.top), str(mn.top_difference)]
-        found.append([group, *published, *measured, str(len(mn.seeds))])
+        found.append([mn.cell.group, *published, *measured, str(len(mn.seeds))])
     return found
 
 

@@ -21,6 +21,7 @@ from modenorm.kernels import plain
 from modenorm.kernels.cpp.operator import Work, operator
 from modenorm.kernels.gpu.slab import Slab
 from modenorm.kernels.layout import as_dense, dense_like
+from modenorm.lab.layers.geometry import power_of_two
 from modenorm.lab.layers.own_kernels import can_run, switched_on
 
 if TYPE_CHECKING:
@@ -218,7 +219,7 @@ class Plan:
         self.lines = _lines_slab(rows)
         self.passes, self._relu = Passes(geometry, direct), relu
         grid = (-(-geometry.num_channels // _CHANNELS),)
-        samples = 1 << (geometry.num_samples - 1).bit_length()
+        samples = power_of_two(geometry.num_samples)
         tile = (min(samples, _TILE // _CHANNELS), _CHANNELS)
         numbers = (*rows, eps, momentum, count / (count - 1))
         self.statistics = Launch(

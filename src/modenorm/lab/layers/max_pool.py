@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from modenorm.buffers import HALF_TYPES
+from modenorm.lab.layers.geometry import channels_last
 from modenorm.lab.layers.own_kernels import can_run, switched_on
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def max_pool(x: Tensor) -> tuple[Tensor, Tensor]:
     """Pool x (N, C, H, W); the second result is where in its window each maximum is, 0 to 8."""
     from modenorm.kernels.gpu.device import on_device
 
-    (y, places), x = _empty_pool(x), _channels_last(x)
+    (y, places), x = _empty_pool(x), channels_last(x)
     with on_device(x) as stream:
         pool_launch(x.shape)(stream, x, y, places)
     return y, places
@@ -92,7 +93,7 @@ def max_unpool(dy: Tensor, places: Tensor, height: int, width: int) -> Tensor:
     from modenorm.kernels.gpu.device import on_device
 
     dx = _empty_unpool(dy, places, height, width)
-    dy, places = _channels_last(dy), _channels_last(places)
+    dy, places = channels_last(dy), channels_last(places)
     with on_device(dy) as stream:
         unpool_launch(dx.shape)(stream, dy, places, dx)
     return dx
@@ -132,10 +133,6 @@ max_unpool.register_autograd(_take, setup_context=_remember_places)
 
 def _empty(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, device=like.device, dtype=dtype, memory_format=torch.channels_last)
-
-
-def _channels_last(x: Tensor) -> Tensor:
-    return x.contiguous(memory_format=torch.channels_last)
 
 
 def pool_launch(shape: Sequence[int], tile: PoolTile = POOL_TILE) -> Launch:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from modenorm.lab.layers.geometry import channels_last, result_size
 from modenorm.lab.layers.narrow_launches import (
     conv_launch,
     strided_conv_launch,
@@ -79,7 +80,7 @@ def narrow_conv(x: Tensor, weight: Tensor, stride: int) -> Tensor:
     """Convolve x (N, C, H, W) with 3×3 weights."""
     from modenorm.kernels.gpu.device import on_device
 
-    y, x = _empty_conv(x, weight, stride), _channels_last(x)
+    y, x = _empty_conv(x, weight, stride), channels_last(x)
     plan = (x.shape, weight.shape, weight.stride())
     with on_device(x) as stream:
         launch = conv_launch(*plan, False) if stride == 1 else strided_conv_launch(*plan)
@@ -97,7 +98,7 @@ def narrow_conv_input(dy: Tensor, weight: Tensor, height: int, width: int, strid
     """The gradient of x (N, C, height, width)."""
     from modenorm.kernels.gpu.device import on_device
 
-    dx, dy = _empty_input(dy, weight, height, width, stride), _channels_last(dy)
+    dx, dy = _empty_input(dy, weight, height, width, stride), channels_last(dy)
     plan = (dx.shape, weight.shape, weight.stride())
     with on_device(dy) as stream:
         launch = conv_launch(*plan, True) if stride == 1 else strided_input_launch(*plan)
@@ -115,7 +116,7 @@ def narrow_conv_weight(x: Tensor, dy: Tensor, weight: Tensor, stride: int) -> Te
     """The gradient of the weights, which has their type and strides."""
     from modenorm.kernels.gpu.device import on_device
 
-    x, dy, dweight = _channels_last(x), _channels_last(dy), torch.empty_like(weight)
+    x, dy, dweight = channels_last(x), channels_last(dy), torch.empty_like(weight)
     launches = wgrad_launches if stride == 1 else strided_wgrad_launches
     with on_device(x) as stream:
         wgrad, add_up, parts = launches(x.shape, weight.shape, dweight.stride())
@@ -154,9 +155,8 @@ narrow_conv.register_autograd(_backward, setup_context=_remember)
 narrow_conv_input.register_autograd(_backward_of_input, setup_context=_remember)
 
 
-def _size(x: Tensor, stride: int) -> tuple[int, int]:
-    """Height and width of the result."""
-    return (x.shape[2] - 1) // stride + 1, (x.shape[3] - 1) // stride + 1
+def _size(x: Tensor, stride: int) -> list[int]:
+    return result_size(x.shape[2:], (3, 3), stride, padding=1)
 
 
 def _images(like: Tensor, channels: int, height: int, width: int) -> Tensor:
@@ -164,7 +164,3 @@ def _images(like: Tensor, channels: int, height: int, width: int) -> Tensor:
     return torch.empty(
         shape, device=like.device, dtype=like.dtype, memory_format=torch.channels_last
     )
-
-
-def _channels_last(x: Tensor) -> Tensor:
-    return x.contiguous(memory_format=torch.channels_last)

@@ -9,6 +9,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from modenorm.lab.layers.geometry import power_of_two
+
 if TYPE_CHECKING:
     from modenorm.kernels.gpu.launch import Launch
 
@@ -141,8 +143,8 @@ def wgrad_launches(
     num_pixels = num_images * height * width
     steps, parts = _shares(num_pixels, tile)
     constants = (
-        height, width, c_in, c_out, tile.rows, tile.taps, _power(tile.taps * c_in),
-        _power(tile.rows * c_out), tile.pixels, tile.vector, tile.stages,
+        height, width, c_in, c_out, tile.rows, tile.taps, power_of_two(tile.taps * c_in),
+        power_of_two(tile.rows * c_out), tile.pixels, tile.vector, tile.stages,
     )  # fmt: skip
     grid = (parts, 9 // (tile.rows * tile.taps))
     wgrad = Launch(wgrad_kernel, grid, (num_pixels, steps), constants, tile.warps, direct=False)
@@ -214,7 +216,7 @@ def strided_wgrad_launches(
     num_pixels = num_images * -(-height // 2) * -(-width // 2)
     steps, parts = _shares(num_pixels, tile)
     constants = (
-        height, width, c_in, c_out, tile.rows, tile.taps, _power(tile.taps * c_in),
+        height, width, c_in, c_out, tile.rows, tile.taps, power_of_two(tile.taps * c_in),
         tile.pixels, tile.vector, tile.stages,
     )  # fmt: skip
     grid, sizes = (parts, 9 // (tile.rows * tile.taps)), (num_pixels, steps)
@@ -228,7 +230,7 @@ def add_up_launch(weights: Sequence[int], strides: Sequence[int], parts: int) ->
     from modenorm.lab.layers.narrow_conv_kernels import add_up_kernel
 
     c_out, c_in, *taps = weights
-    together = min(_power(parts), 256)
+    together = min(power_of_two(parts), 256)
     block = min(4096 // together, 256)
     constants = (c_in, c_out, *taps, *strides, block, together)
     grid = (-(-math.prod(weights) // block),)
@@ -248,8 +250,3 @@ def _shares(num_pixels: int, tile: GradTile) -> tuple[int, int]:
     """Steps of each program, and the number of programs that have something to do."""
     steps = -(-num_pixels // (tile.pixels * tile.programs))
     return steps, -(-num_pixels // (tile.pixels * steps))
-
-
-def _power(number: int) -> int:
-    """The smallest power of two that is no less."""
-    return 1 << (number - 1).bit_length()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from modenorm.lab.layers.geometry import power_of_two, result_size
 from modenorm.lab.layers.own_kernels import can_run, switched_on
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ class SmallConv2d(nn.Conv2d):
             return False
         if not x.dtype == weight.dtype == torch.float32:
             return False
-        high, wide = _size(x, weight.shape[2:], self.stride[0], self.padding[0])
+        high, wide = result_size(x.shape[2:], weight.shape[2:], self.stride[0], self.padding[0])
         if not x.numel() or min(high, wide) < 1 or max(x.shape[2], high) >= _LONGEST:
             return False
         if max(x.numel(), x.shape[0] * weight.shape[0] * high * wide) >= _MOST:
@@ -126,7 +127,7 @@ def small_conv(x: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
 
 @small_conv.register_fake
 def _empty_conv(x: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
-    high, wide = _size(x, weight.shape[2:], stride, padding)
+    high, wide = result_size(x.shape[2:], weight.shape[2:], stride, padding)
     return torch.empty((x.shape[0], weight.shape[0], high, wide), device=x.device, dtype=x.dtype)
 
 
@@ -268,16 +269,10 @@ def wgrad_launches(
     )  # fmt: skip
     sizes = (num_strips, steps)
     wgrad = Launch(wgrad_kernel, (parts, *others), sizes, constants, tile.warps, direct=False)
-    together = min(1 << (parts - 1).bit_length(), 256)
+    together = min(power_of_two(parts), 256)
     block = min(2048 // together, 128)
     grid, sizes = (-(-num_weights // block),), (parts, num_weights)
     return wgrad, Launch(add_up_kernel, grid, sizes, (block, together), direct=False), parts
-
-
-def _size(x: Tensor, taps: Sequence[int], stride: int, padding: int) -> list[int]:
-    """Height and width of the result."""
-    sizes = zip(x.shape[2:], taps, strict=True)
-    return [(size + 2 * padding - tap) // stride + 1 for size, tap in sizes]
 
 
 def _of_width(tiles: dict[int, Any], channels: int) -> Any:

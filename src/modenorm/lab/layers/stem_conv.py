@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.grad import conv2d_input
 
+from modenorm.lab.layers.geometry import channels_last, power_of_two, result_size
 from modenorm.lab.layers.own_kernels import can_run, computing_type, switched_on
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ class StemConv2d(nn.Conv2d):
         if x.ndim != 4 or x.shape[1] != weight.shape[1] or not x.numel():
             return None
         dtype = computing_type(x, weight)
-        high, wide = _size(x.shape, weight.shape, self.stride[0], self.padding[0])
+        high, wide = result_size(x.shape[2:], weight.shape[2:], self.stride[0], self.padding[0])
         if dtype is None or min(high, wide) < 1:
             return None
         small = x.shape[0] * max(high * wide, x.shape[2] * x.shape[3]) < _MOST_PIXELS
@@ -120,7 +121,7 @@ def stem_conv(x: Tensor, weight: Tensor, stride: int, padding: int, dtype: torch
     """Convolve x (N, C, H, W) in a half type, whatever the types of x and the weights."""
     from modenorm.kernels.gpu.device import on_device
 
-    y, x = _empty_conv(x, weight, stride, padding, dtype), _channels_last(x)
+    y, x = _empty_conv(x, weight, stride, padding, dtype), channels_last(x)
     with on_device(x) as stream:
         launch = conv_launch(x.shape, weight.shape, weight.stride(), stride, padding)
         launch(stream, x, weight, y)
@@ -129,7 +130,8 @@ def stem_conv(x: Tensor, weight: Tensor, stride: int, padding: int, dtype: torch
 
 @stem_conv.register_fake
 def _empty_conv(x: Tensor, weight: Tensor, stride: int, padding: int, dtype: torch.dtype) -> Tensor:
-    shape = (x.shape[0], weight.shape[0], *_size(x.shape, weight.shape, stride, padding))
+    size = result_size(x.shape[2:], weight.shape[2:], stride, padding)
+    shape = (x.shape[0], weight.shape[0], *size)
     return torch.empty(shape, device=x.device, dtype=dtype, memory_format=torch.channels_last)
 
 
@@ -138,7 +140,7 @@ def stem_conv_weight(x: Tensor, dy: Tensor, weight: Tensor, stride: int, padding
     """The gradient of the weights, which has their type and strides."""
     from modenorm.kernels.gpu.device import on_device
 
-    x, dy, dweight = _channels_last(x), _channels_last(dy), torch.empty_like(weight)
+    x, dy, dweight = channels_last(x), channels_last(dy), torch.empty_like(weight)
     with on_device(x) as stream:
         wgrad, add_up, parts = wgrad_launches(
             x.shape, weight.shape, dweight.stride(), stride, padding
@@ -186,10 +188,6 @@ def _backward_of_weight(ctx: Any, ddweight: Tensor) -> tuple[Tensor | None, ...]
 
 stem_conv.register_autograd(_backward, setup_context=_remember)
 stem_conv_weight.register_autograd(_backward_of_weight, setup_context=_remember_weight)
-
-
-def _channels_last(x: Tensor) -> Tensor:
-    return x.contiguous(memory_format=torch.channels_last)
 
 
 def conv_launch(
@@ -243,20 +241,14 @@ def _geometry(
     shape: Sequence[int], weights: Sequence[int], stride: int, padding: int
 ) -> tuple[tuple[int, ...], int]:
     """The kernels' first constants, and the number of the result's pixels."""
-    high, wide = _size(shape, weights, stride, padding)
+    high, wide = result_size(shape[2:], weights[2:], stride, padding)
     constants = (*shape[1:], weights[0], high, wide, *weights[2:], stride, padding)
     return constants, shape[0] * high * wide
 
 
-def _size(shape: Sequence[int], weights: Sequence[int], stride: int, padding: int) -> list[int]:
-    """Height and width of the result."""
-    sizes = zip(shape[2:], weights[2:], strict=True)
-    return [(size + 2 * padding - taps) // stride + 1 for size, taps in sizes]
-
-
 def _shares(channels: int, tile: ConvTile | GradTile) -> tuple[int, int]:
     """Channels per product, no fewer than the 16 of the matrix instructions, and products."""
-    out = min(tile.out, max(16, 1 << (channels - 1).bit_length()))
+    out = min(tile.out, max(16, power_of_two(channels)))
     return out, min(tile.outs, -(-channels // out))
 
 

@@ -104,7 +104,7 @@ def render(records: Sequence[Record], page: Page) -> str:
             galleries_left_out=left_out,
             data=clean(data),
             made=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="minutes"),
-            plotly=_plotly(),
+            plotly=plotly_script(),
         )
     )
 
@@ -129,11 +129,19 @@ def _environment() -> Environment:
 
 
 @cache
-def _plotly() -> Markup:
+def plotly_script() -> Markup:
+    """What draws the charts of a page.
+
+    Raises:
+        ValueError: The package with it is not installed.
+    """
     try:
         from plotly.offline import get_plotlyjs
     except ModuleNotFoundError:
-        raise ValueError("the page needs the package plotly: pip install plotly") from None
+        raise ValueError(
+            "the page needs the package plotly: pip install plotly, then give the same command "
+            "again"
+        ) from None
     return Markup(get_plotlyjs())
 
 
@@ -149,7 +157,10 @@ def clean(value: Any) -> Any:
 
 
 def _mean_data(mean: Mean | None) -> dict[str, Any] | None:
-    return None if mean is None else {"mean": mean.mean, "se": mean.se, "n": mean.n}
+    """A mean for the charts; its text is that of the tables, as JavaScript rounds 0.125 up."""
+    if mean is None:
+        return None
+    return {"mean": mean.mean, "se": mean.se, "n": mean.n, "text": str(mean)}
 
 
 def _experiment_data(experiment: Experiment, records: Sequence[Record]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ def write_whole(path: Path, content: bytes) -> None:
     Raises:
         OSError: It could not be written; the old file, if there was one, is untouched.
     """
+    _check_no_folder(path)
     if path.is_char_device() or path.is_fifo():
         path.write_bytes(content)
         return
@@ -34,6 +36,39 @@ def write_whole(path: Path, content: bytes) -> None:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
         raise describe(error, path, "what was saved before is kept") from None
+
+
+def check_folder(folder: Path) -> None:
+    """Make a folder, and say now rather than after the work why nothing can be written there.
+
+    Raises:
+        OSError: It can't be made, or nothing can be written there.
+    """
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir():
+        raise NotADirectoryError(f"{there} is a file, not a folder: choose another folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise describe(error, folder, "nothing was done") from None
+
+
+def check_file(path: Path) -> None:
+    """Make a file's folder, and say now rather than after the work why it can't be written.
+
+    Raises:
+        OSError: It is a folder, or its own can't be made, or nothing can be written there.
+    """
+    _check_no_folder(path)
+    if not (path.is_char_device() or path.is_fifo()):
+        check_folder(path.resolve().parent)
+
+
+def _check_no_folder(path: Path) -> None:
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder: name a file in it")
 
 
 def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:

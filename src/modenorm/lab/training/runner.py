@@ -8,13 +8,10 @@ Started by torchrun, all ranks train one configuration together, then the next.
 
 import contextlib
 import os
-import signal
-import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +19,7 @@ import torch
 from modenorm.lab.data import DataSet
 from modenorm.lab.training.ahead import compiling_ahead
 from modenorm.lab.training.config import TrainConfig
+from modenorm.lab.training.interrupts import Interruption, noticing_interrupts
 from modenorm.lab.training.lane import Lane, Turns
 from modenorm.lab.training.queue import Queue
 from modenorm.lab.training.ranks import Ranks, joined
@@ -83,7 +81,8 @@ def train_many(
     are trained on one after the other as well: their workers use all cores.
 
     Ctrl-C lets every training write a checkpoint and then raises KeyboardInterrupt; a second one
-    stops at once. A training that diverges is marked as failed and the others go on.
+    stops at once. So does SIGTERM, with Terminated, a kind of KeyboardInterrupt. A training that
+    diverges is marked as failed and the others go on.
 
     Args:
         configs: What to train; repeated ones are trained once.
@@ -148,7 +147,7 @@ def _train_many(
     rounds_between = 0 if start_together else ROUNDS_BETWEEN_STARTS[target.type]
     later = [run.config for run in queue.waiting] if alone and not start_together else ()
     compiling = compiling_ahead(later, shared, target)
-    with _noticing_interrupts() as interrupted, compiling as ahead:
+    with noticing_interrupts() as interrupted, compiling as ahead:
 
         def start(run: Run) -> Training:
             data = shared.get(run.config)
@@ -159,7 +158,7 @@ def _train_many(
         def ready(run: Run) -> bool:
             return ahead.has(run.config)
 
-        stop = interrupted if alone else threading.Event()  # ranks have to stop together
+        stop = interrupted if alone else Interruption()  # ranks have to stop together
         for outcome in _alternate(queue, start, ready, stop, rounds_between):
             outcomes[outcome.run.path] = outcome
     return [outcomes[path] for path in runs]
@@ -196,7 +195,7 @@ def _alternate(
     queue: Queue,
     start: Callable[[Run], Training],
     ready: Callable[[Run], bool],
-    interrupted: threading.Event,
+    interrupted: Interruption,
     rounds_between: int,
 ) -> Iterator[Outcome]:
     """Give every training its turn until all have ended.
@@ -230,7 +229,7 @@ def _alternate(
             busy = yield from _round(active)
             if interrupted.is_set():
                 _save_all(active)
-                raise KeyboardInterrupt
+                raise interrupted.reason
             rounds = rounds - 1 if rounds and busy else 0
             if not busy:
                 time.sleep(IDLE_SECONDS)
@@ -280,25 +279,6 @@ def _save_all(trainings: Iterable[Training], passed_over: type[Exception] = Dive
     for training in trainings:
         with contextlib.suppress(passed_over):
             training.save()
-
-
-@contextlib.contextmanager
-def _noticing_interrupts() -> Iterator[threading.Event]:
-    """Turn the first Ctrl-C into an event; the second one interrupts as usual."""
-    interrupted = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield interrupted
-        return
-
-    def notice(signum: int, frame: FrameType | None) -> None:
-        interrupted.set()
-        signal.signal(signal.SIGINT, usual)
-
-    usual = signal.signal(signal.SIGINT, notice)
-    try:
-        yield interrupted
-    finally:
-        signal.signal(signal.SIGINT, usual)
 
 
 def choose_device(device: torch.device | str | None) -> torch.device:

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import threading
 import time
 from collections.abc import Generator
 from dataclasses import replace
@@ -26,6 +25,7 @@ from modenorm.lab.training.closing import AT_THE_END, PRUNING_SAMPLES, close, pr
 from modenorm.lab.training.config import TrainConfig
 from modenorm.lab.training.evaluate import Evaluation, count_errors, errors
 from modenorm.lab.training.events import Events
+from modenorm.lab.training.interrupts import Interruption
 from modenorm.lab.training.lane import Inbox, Lane, Turns
 from modenorm.lab.training.outcome import place, summary
 from modenorm.lab.training.pace import Pace
@@ -79,12 +79,12 @@ class Training:
         listener: Listener | None = None,
         tensorboard: bool = False,
         ranks: Ranks | None = None,
-        interrupted: threading.Event | None = None,
+        interrupted: Interruption | None = None,
     ) -> None:
         config = run.config
         self.run, self.data, self.lane = run, data, lane
         self.ranks = ranks = ranks or Ranks()
-        self._interrupted = interrupted or threading.Event()
+        self._interrupted = interrupted or Interruption()
         self.schedule = Schedule.of(config, len(data.train))
         self.position = Position()
         self.train_loss = math.nan
@@ -170,7 +170,7 @@ class Training:
         due, stop = self.ranks.any(due and self.ranks.leads, stop)
         if stop:
             self.save()
-            raise KeyboardInterrupt
+            raise self._interrupted.reason
         return due
 
     def save(self) -> None:

@@ -9,7 +9,8 @@
   const percent = (value) => value.toFixed(1) + "\u00a0%";
   const known = (value) => value !== null && value !== undefined;
   const number = (value, digits = 2) => (known(value) ? value.toFixed(digits) : "–");
-  const withError = (m) => (known(m) ? number(m.mean) + (known(m.se) ? " ± " + number(m.se) : "") : "–");
+  const withError = (m) => (known(m) ? m.text : "–");
+  const withoutError = (m) => withError(m).split(" ")[0];
 
   function style(name) {
     return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -103,14 +104,15 @@
       type: "bar", name: plain(variant.label), x: experiment.domains.map(plain),
       y: variant.domains.map((m) => (m ? m.mean : null)), marker: { color: colour(experiment.variants.indexOf(variant)) },
       error_y: { type: "data", visible: variant.domains.some((m) => m && known(m.se)), array: variant.domains.map((m) => (m && m.se) || 0), color: style("--ink"), thickness: 1 },
-      hovertemplate: plain(variant.label) + ", %{x}: %{y:.2f} %<extra></extra>",
+      customdata: variant.domains.map(withoutError),
+      hovertemplate: plain(variant.label) + ", %{x}: %{customdata} %<extra></extra>",
     }));
     const title = "Test error by domain, " + experiment.title;
     draw("domains-chart", traces, "domain", "test error (%)", { barmode: "group" });
     const best = experiment.domains.map((name, d) => {
       const rows = experiment.variants.filter((v) => v.domains[d]);
       rows.sort((a, b) => a.domains[d].mean - b.domains[d].mean);
-      return rows.length ? `${name}: ${rows[0].label} (${number(rows[0].domains[d].mean)} %)` : "";
+      return rows.length ? `${name}: ${rows[0].label} (${withoutError(rows[0].domains[d])} %)` : "";
     });
     describe("domains", title, "Lowest mean error in each domain. " + best.filter(Boolean).join("; ") + ".");
     table("domains-table", ["Norm", ...experiment.domains],
