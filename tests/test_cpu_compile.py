@@ -84,7 +84,7 @@ def test_anything_new_makes_another_file(what, cache, tmp_path, monkeypatch):
     if what == "FLAGS":
         monkeypatch.setattr(c_library, "FLAGS", (*c_library.FLAGS, "-g"))
     elif what == "SOURCES":
-        changed = tmp_path / "cpu_layer.c"
+        changed = tmp_path / "mode_norm.c"
         changed.write_bytes(c_library.SOURCES[0].read_bytes() + b" ")
         monkeypatch.setattr(c_library, "SOURCES", (changed, *c_library.SOURCES[1:]))
     elif what == "processor":

@@ -241,3 +241,15 @@ def one_value(rank, options, backend):
 @pytest.mark.parametrize("backend", ["fused", "eager"])
 def test_one_value_over_all_ranks_moves_no_estimates(world, options, backend):
     world.check(one_value, options, backend)
+
+
+def small_gates(rank):
+    """Gates of a sample that sum to little are no sign of a lonely value."""
+    layer = modenorm.convert_sync_modenorm(modenorm.ModeNorm1d(C, K))
+    layer(torch.randn(8, C), gates=torch.full((8, K), 0.005))
+    assert int(layer.num_batches_tracked) == 1
+    assert float(layer.running_mean.abs().max()) > 0
+
+
+def test_gates_that_sum_to_little_move_the_estimates(world):
+    world.check(small_gates)

@@ -221,3 +221,9 @@ def test_reset_with_one_affine_parameter(name):
         kept.fill_(5.0)
     layer.reset_parameters()
     assert kept.tolist() == [float(name == "bias")] * 3
+
+
+def test_means_whose_sum_is_too_large():
+    layer, x = modenorm.ModeGroupNorm(8, variance="pixel"), torch.full((2, 8, 4), 1.5e38)
+    with modenorm.use_backend("eager"):
+        assert bool(layer(x).isfinite().all())

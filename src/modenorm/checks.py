@@ -67,16 +67,16 @@ def check_input(x: Tensor) -> None:
 
 def check_estimates(estimates: RunningEstimates, x: Tensor) -> None:
     """Refuse estimates of other shapes, beyond whose end a kernel would read, and whole numbers."""
-    _check_numbers(
-        running_mean=estimates.mean, running_var=estimates.var, running_share=estimates.share
-    )
-    mean, var = tuple(estimates.mean.shape), tuple(estimates.var.shape)
+    running_mean, running_var, tracked, share = estimates
+    _check_numbers("running_mean", running_mean)
+    _check_numbers("running_var", running_var)
+    _check_numbers("running_share", share)
+    mean, var = tuple(running_mean.shape), tuple(running_var.shape)
     if len(mean) != 2 or mean != var or mean[1] != x.shape[1]:
         raise ValueError(
             f"running_mean and running_var have shapes {mean} and {var}; both must be "
             f"(K, {x.shape[1]}): one row per mode, one column per channel of x, {tuple(x.shape)}"
         )
-    _, _, tracked, share = estimates
     if tracked is not None:
         check_tensor("num_batches_tracked", tracked)
         if tracked.numel() != 1:
@@ -95,11 +95,11 @@ def check_affine(
     weight: Tensor | None, bias: Tensor | None, x: Tensor, per_mode: bool = True
 ) -> None:
     """Refuse a weight or bias for another number of channels, or with rows that no mode has."""
-    _check_numbers(weight=weight, bias=bias)
     ranks = (1, 2) if per_mode else (1,)
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is None:
             continue
+        _check_numbers(name, tensor)
         # compared one by one: compilers guard no symbol in a tuple
         if tensor.ndim in ranks and (tensor.shape[-1] == 1 or tensor.shape[-1] == x.shape[1]):
             continue
@@ -126,13 +126,14 @@ def known_modes(
 
 def check_eps(eps: float) -> None:
     """Refuse an eps that cannot keep a variance of zero apart from zero in float32."""
-    if not isinstance(eps, Real) or not SMALLEST_EPS <= eps < math.inf:
+    # a float first: asking for its abstract class takes longer than all else here
+    if not isinstance(eps, float | Real) or not SMALLEST_EPS <= eps < math.inf:
         raise ValueError(f"eps is {eps!r}; it must be positive and finite, e.g. 1e-5")
 
 
 def check_momentum(momentum: float) -> None:
     """Refuse a weight of the newest batch that is none."""
-    if not isinstance(momentum, Real) or not 0 < momentum <= 1:
+    if not isinstance(momentum, float | Real) or not 0 < momentum <= 1:
         raise ValueError(
             f"momentum is {momentum!r}; it must lie in (0, 1], the weight of the newest batch, or "
             f"be None, where a layer can average over all batches"
@@ -192,16 +193,15 @@ def check_channels(layer: nn.Module, name: str, x: Tensor) -> None:
         )
 
 
-def _check_numbers(**tensors: Tensor | None) -> None:
+def _check_numbers(name: str, tensor: Tensor | None) -> None:
     """Refuse what holds no real numbers: whole ones would lose what is added to them."""
-    for name, tensor in tensors.items():
-        if tensor is None:
-            continue
-        check_tensor(name, tensor)
-        if not tensor.is_floating_point():
-            raise ValueError(
-                f"{name} is {tensor.dtype}; expected a floating-point type: use {name}.float()"
-            )
+    if tensor is None:
+        return
+    check_tensor(name, tensor)
+    if not tensor.is_floating_point():
+        raise ValueError(
+            f"{name} is {tensor.dtype}; expected a floating-point type: use {name}.float()"
+        )
 
 
 def check_module(model: object) -> None:

@@ -248,7 +248,8 @@ def with_share(
     """Statistics whose shares are of the mass, since the samples of all ranks are not counted.
 
     One value per channel in all ranks together has no variance, which no rank knows before. Such a
-    batch gets no mass, so that running estimates stay.
+    batch gets no mass, so that running estimates stay. Small masses alone don't tell: the gates of
+    a sample need not sum to 1.
 
     Args:
         mode_mean: (K, C).
@@ -258,7 +259,8 @@ def with_share(
     """
     mass = mass.detach()
     together = mass.sum()
-    mass = torch.where(together * positions < 1.5, 0, mass)
+    still = mode_var.detach() <= 1e-12 * mode_mean.detach().square()
+    mass = torch.where((together * positions < 1.5) & still.all(), 0, mass)
     share = mass / together.clamp_min(torch.finfo(mass.dtype).tiny)
     return mixing.Statistics(mode_mean, mode_var, mass, share)
 

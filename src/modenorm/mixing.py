@@ -95,7 +95,7 @@ def batch_statistics(
     mass = gates.sum(0)  # (K,)
     weights = (gates / divisor_of(mass)).t()  # (K, N), rows sum to 1
     # around a constant, since sums of large means lose digits, in the gates' gradients first of all
-    centre = mean.detach().mean(0).nan_to_num(0.0, 0.0, 0.0)  # there may be no sample
+    centre = mean.detach().mean(0).nan_to_num(0.0, 0.0, 0.0)  # of no samples, or too large
     mode_mean = product(weights, mean - centre) + centre * (mass[:, None] > 0)
     between = (mean - mode_mean[:, None]) ** 2  # (K, N, C)
     mode_var = (weights[:, :, None] * (var + between)).sum(1)
@@ -151,7 +151,7 @@ def channel_modes(
     """
     logs = torch.log_softmax(mean[..., None] * gate_weight + gate_bias, dim=-1)  # (N, C, K)
     weights = torch.softmax(logs, dim=1)  # gates over their sum, which may be too small a number
-    centre = mean.detach().mean(1, keepdim=True)  # see `batch_statistics`
+    centre = mean.detach().mean(1, keepdim=True).nan_to_num(0.0, 0.0, 0.0)  # see above
     mode_mean = (weights * (mean - centre)[..., None]).sum(1) + centre  # (N, K)
     square = (mean[..., None] - mode_mean[:, None]) ** 2  # (N, C, K)
     if var is not None:

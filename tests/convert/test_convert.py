@@ -380,3 +380,15 @@ def test_gates_of_a_frozen_part_join_the_optimizer_of_the_rest():
 def test_what_is_no_model(call):
     with pytest.raises(ValueError, match=r"model is None; expected an nn.Module"):
         call(None)
+
+
+def test_norms_in_containers_that_torch_made_anew():
+    """After `del` and `pop` they keep their modules in an OrderedDict."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Dropout())
+    del model[-1]
+    several = nn.ModuleList([nn.BatchNorm2d(8), nn.ReLU()])
+    several.pop(1)
+    for module in (model, several):
+        found = replace_batchnorm(module)
+        assert list(module.modules()).count(*found.values()) == 1
+        assert not any(isinstance(part, nn.BatchNorm2d) for part in module.modules())

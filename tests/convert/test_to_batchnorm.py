@@ -175,3 +175,21 @@ def test_an_optimizer_goes_on_with_new_parameters(kind):
     optimizer.step()
     assert not torch.equal(norm.weight, before)
     assert optimizer.state[norm.weight]["exp_avg"].dtype == norm.weight.dtype
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["there", "back"])
+def test_parameters_that_another_layer_keeps_stay_in_the_optimizer(back):
+    make = modenorm.ModeNorm1d if back else nn.BatchNorm1d
+    options = {"num_modes": 2, "per_mode_affine": True} if back else {}
+    model = nn.Sequential(make(4, **options), nn.ReLU(), make(4, **options))
+    model[2].weight, model[2].bias = model[0].weight, model[0].bias
+    if back:
+        model[2].running_mean[0] += 1  # its modes differ
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    if back:
+        assert list(to_batchnorm(model, optimizer=optimizer)) == ["0"]
+    else:
+        replace_batchnorm(model, where="0", per_mode_affine=True, optimizer=optimizer)
+    held = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    assert len(held) == len(set(held))
+    assert {id(p) for p in model.parameters()} <= set(held)

@@ -80,3 +80,11 @@ def test_under_another_default_device():
         assert modenorm.mode_report(model, [x]).layers[0].num_samples == len(x)
         modenorm.prune_modes(model, [x], tolerance=1.0)
     assert model[1].num_modes < 4
+
+
+def test_generators_of_other_devices_are_left_alone(monkeypatch):
+    """They would not be put back."""
+    seeded = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    modenorm.prune_modes(small_model(), [images()])
+    assert seeded == []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ __all__ = [
     "add_gates",
     "check_optimizer",
     "exchange_parameter",
+    "keep_used",
     "norm_parameters",
 ]
 
@@ -147,3 +148,19 @@ def exchange_parameter(optimizer: Optimizer, before: nn.Parameter, after: nn.Par
             state[key] = value.sum(0) if rows else value.expand_as(after).clone()
     if state and not isinstance(optimizer, Adafactor):
         optimizer.state[after] = state
+
+
+def keep_used(
+    optimizer: Optimizer, model: nn.Module, replaced: Mapping[nn.Module, nn.Module]
+) -> None:
+    """Give parameters back to the optimizer that were exchanged, but that other layers have too."""
+    used = set(map(id, model.parameters()))
+    for old, new in replaced.items():
+        for key in ("weight", "bias"):
+            before, after = getattr(old, key), getattr(new, key)
+            if before is after or before is None or id(before) not in used:
+                continue
+            for group in optimizer.param_groups:
+                held = set(map(id, group["params"]))
+                if id(after) in held and id(before) not in held:
+                    group["params"].append(before)

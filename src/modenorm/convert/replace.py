@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.optim import Optimizer
 
-from modenorm.convert.optimizers import add_gates, check_optimizer
+from modenorm.convert.optimizers import add_gates, check_optimizer, keep_used
 from modenorm.convert.replacement import put_in_place, take_hooks
 from modenorm.convert.selection import (
     Where,
@@ -148,6 +148,8 @@ def replace_batchnorm(
     for module, replacement in replaced.items():
         take_hooks(module, replacement)
     put_in_place(model, replaced)
+    if optimizer is not None:
+        keep_used(optimizer, model, norms)
     return {name: replaced[module] for module, name in found.items()}
 
 

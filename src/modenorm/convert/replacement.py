@@ -54,9 +54,9 @@ def put_in_place(model: nn.Module, replaced: Mapping[nn.Module, nn.Module]) -> N
     for parent in list(model.modules()):
         attributes = vars(parent)
         for name, value in list(attributes.items()):
-            if type(value) is list:
+            if isinstance(value, list):
                 value[:] = map(exchanged, value)
-            elif type(value) is dict:  # one of them has the submodules
+            elif isinstance(value, dict):  # one of them, maybe an OrderedDict, has the submodules
                 value.update({key: exchanged(part) for key, part in value.items()})
             else:
                 several = type(value) is tuple

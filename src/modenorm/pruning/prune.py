@@ -182,7 +182,9 @@ def _same_noise(model: nn.Module) -> Iterator[None]:
     """A model that is random in evaluation, too, draws the same numbers each time."""
     devices = {p.get_device() for p in model.parameters() if p.is_cuda}
     with torch.random.fork_rng(devices):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
+        for device in devices:  # not all, as torch.manual_seed does: these alone are put back
+            torch.cuda.default_generators[device].manual_seed(0)
         yield
 
 
