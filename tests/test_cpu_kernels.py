@@ -14,6 +14,7 @@ from modenorm.kernels.c import library as c_library
 from modenorm.kernels.c import mixing as c_mixing
 from modenorm.kernels.c import mode_norm as c_mode_norm
 from modenorm.kernels.c import passes as c_passes
+from modenorm.kernels.mixing_arrays import Affine, Samples
 
 pytestmark = pytest.mark.skipif(
     not kernels.cpu_kernels().startswith("compiled"), reason=kernels.cpu_kernels()
@@ -122,13 +123,12 @@ def test_each_part_of_the_mixing(n, c, k, per_mode):
     dscale, dshift = torch.randn(n, c), torch.randn(n, c)
 
     def parts(of, *tensors):
-        mean, var, gates, weight, bias, dscale, dshift = tensors
-        mass, *modes = of.statistics(mean, var, gates)
-        pair = of.coefficients(mean, gates, *modes, weight, bias, 1e-5)
-        given = (dscale, dshift, mean)
-        gradients = of.mode_gradients(*given, gates, *modes, mass, weight, bias, 1e-5)
-        last = of.sample_gradients(*given, var, gates, *modes, *gradients[:3], bias)
-        return (mass, *modes, *pair, *gradients, *last)
+        samples, affine = Samples(*tensors[:3]), Affine(*tensors[3:5], 1e-5)
+        modes = of.statistics(samples)
+        pair = of.coefficients(samples, modes, affine)
+        gradients = of.mode_gradients(*tensors[5:], samples, modes, affine)
+        last = of.sample_gradients(*tensors[5:], samples, modes, affine, *gradients[:3])
+        return (*modes, *pair, *gradients, *last)
 
     tensors = (mean, var, gates, weight, bias, dscale, dshift)
     doubles = (None if t is None else t.double() for t in tensors)

@@ -13,6 +13,7 @@ from modenorm.kernels import mixing_node, torch_mixing
 from modenorm.kernels.gpu import device as devices
 from modenorm.kernels.gpu import mixing as gpu_mixing
 from modenorm.kernels.gpu.launch import Launch
+from modenorm.kernels.mixing_arrays import Affine, Samples
 
 PARTS = ("statistics", "coefficients", "mode_gradients", "sample_gradients")
 AFFINE = {"shared": {}, "per mode": {"per_mode_affine": True}, "none": {"affine": False}}
@@ -61,13 +62,12 @@ def arrays(device, num_samples, num_channels, num_modes, affine="shared"):
 
 
 def run_parts(of, mean, var, gates, weight, bias, *upstream):
-    mass, *modes = of.statistics(mean, var, gates)
-    pair = of.coefficients(mean, gates, *modes, weight, bias, 1e-5)
-    u, s, handed, *rest = of.mode_gradients(
-        *upstream, mean, gates, *modes, mass, weight, bias, 1e-5
-    )
-    last = of.sample_gradients(*upstream, mean, var, gates, *modes, u, s, handed, bias)
-    return mass, *modes, *pair, u, s, *rest, *last
+    samples, affine = Samples(mean, var, gates), Affine(weight, bias, 1e-5)
+    modes = of.statistics(samples)
+    pair = of.coefficients(samples, modes, affine)
+    u, s, handed, *rest = of.mode_gradients(*upstream, samples, modes, affine)
+    last = of.sample_gradients(*upstream, samples, modes, affine, u, s, handed)
+    return *modes, *pair, u, s, *rest, *last
 
 
 def compare_parts(given):

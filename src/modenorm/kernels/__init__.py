@@ -13,14 +13,14 @@ The same functions in three languages:
     the mixing between them     mixing              mixing              torch_mixing
     mode norm, one node         mode_norm           mode_norm           plain
     mode group norm, one node   mode_group_norm     mode_group_norm     plain
-    penalties on modes          switches, entropy   switches, mixing    switches, entropy
+    penalties on modes          switches, entropy   switches            switches, entropy
 
 This folder, in an order to read it:
 
     layout, plain                           a tensor as three axes; everything as plain operators
     streaming, mixing_node                  any gate: two autograd nodes, the mixing in between
     torch_passes, torch_mixing              passes and mixing in torch operators
-    *_arrays                                the tensors of a norm that is one node
+    *_arrays                                the tensors of a mixing, and of a norm that is one node
     c/*                                     the CPU: C, compiled on first use
     gpu/passes, gpu/pass_kernels            the GPU: the four passes,
     gpu/flat_maps, gpu/lines                the same for short rows,

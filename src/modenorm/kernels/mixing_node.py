@@ -19,6 +19,7 @@ from modenorm import exchange, mixing
 from modenorm.exchange import Ranks
 from modenorm.kernels import runs_c, runs_triton, torch_mixing
 from modenorm.kernels.c import mixing as c_mixing
+from modenorm.kernels.mixing_arrays import Affine, Modes, Samples
 from modenorm.kernels.plain import differentiate, only_plain
 
 __all__ = ["mix"]
@@ -65,18 +66,17 @@ class _Mix(torch.autograd.Function):
         eps: float,
         among: _Among | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        parts = _parts(mean, var, gates, weight, bias)
-        mass, mode_mean, mode_var = parts.statistics(mean, var, gates)
+        samples, affine = Samples(mean, var, gates), Affine(weight, bias, eps)
+        parts = _parts(samples, affine)
+        modes = parts.statistics(samples)
         if among is not None:
-            mass, mode_mean, mode_var = exchange.merge(
-                mass, mode_mean, mode_var, among.ranks.number, among.positions
-            )
-        scale, shift = parts.coefficients(mean, gates, mode_mean, mode_var, weight, bias, eps)
-        ctx.save_for_backward(mean, var, gates, weight, bias, mode_mean, mode_var, mass)
+            modes = _merged(modes, among)
+        scale, shift = parts.coefficients(samples, modes, affine)
+        ctx.save_for_backward(*samples, weight, bias, *modes)
         ctx.eps, ctx.among = eps, among
-        ctx.mark_non_differentiable(mode_mean, mode_var, mass)
+        ctx.mark_non_differentiable(*modes)
         ctx.set_materialize_grads(False)
-        return scale, shift, mode_mean, mode_var, mass
+        return scale, shift, *modes
 
     @staticmethod
     def backward(
@@ -96,37 +96,34 @@ def _differentiate(
     ctx: Any, saved: tuple[Tensor, ...], dscale: Tensor | None, dshift: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """Gradients of mean, var, gates, weight and bias."""
-    mean, var, gates, weight, bias, mode_mean, mode_var, mass = saved
-    a = torch.zeros_like(mean) if dscale is None else dscale
-    d = torch.zeros_like(mean) if dshift is None else dshift
-    parts = _parts(mean, var, gates, weight, bias, a, d)
-    u, s, handed, dweight, dbias = parts.mode_gradients(
-        a, d, mean, gates, mode_mean, mode_var, mass, weight, bias, ctx.eps
-    )
+    mean, var, gates, weight, bias, *of_modes = saved
+    samples, modes = Samples(mean, var, gates), Modes(*of_modes)
+    affine = Affine(weight, bias, ctx.eps)
+    a = torch.zeros_like(samples.mean) if dscale is None else dscale
+    d = torch.zeros_like(samples.mean) if dshift is None else dshift
+    parts = _parts(samples, affine, a, d)
+    u, s, handed, dweight, dbias = parts.mode_gradients(a, d, samples, modes, affine)
     if not any(ctx.needs_input_grad[:3]):
         return None, None, None, dweight, dbias
     if ctx.among is not None:
-        u, s = exchange.sum_gradients(u, s, mass, ctx.among.ranks.number)
-    dmean, dvar, dgates = parts.sample_gradients(
-        a, d, mean, var, gates, mode_mean, mode_var, u, s, handed, bias
-    )
-    return dmean, dvar, dgates, dweight, dbias
+        u, s = exchange.sum_gradients(u, s, modes.mass, ctx.among.ranks.number)
+    found = parts.sample_gradients(a, d, samples, modes, affine, u, s, handed)
+    return *found, dweight, dbias
 
 
-def _parts(
-    mean: Tensor,
-    var: Tensor,
-    gates: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    *gradients: Tensor,
-) -> ModuleType:
-    if runs_triton(mean):
+def _merged(modes: Modes, among: _Among) -> Modes:
+    mean, var, mass = modes
+    mass, mean, var = exchange.merge(mass, mean, var, among.ranks.number, among.positions)
+    return Modes(mean, var, mass)
+
+
+def _parts(samples: Samples, affine: Affine, *gradients: Tensor) -> ModuleType:
+    """The module whose functions serve: statistics, coefficients, and the gradients of both."""
+    if runs_triton(samples.mean):
         from modenorm.kernels.gpu import mixing as gpu_mixing
 
-        fits = gpu_mixing.takes(mean, var, gates, weight, bias, *gradients)
-        return gpu_mixing if fits else torch_mixing
-    fits = runs_c(mean, var, gates, weight, bias, *gradients)
+        return gpu_mixing if gpu_mixing.takes(samples, affine, *gradients) else torch_mixing
+    fits = runs_c(*samples, affine.weight, affine.bias, *gradients)
     return c_mixing if fits else torch_mixing
 
 

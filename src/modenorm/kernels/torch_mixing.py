@@ -9,34 +9,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from modenorm.kernels.mixing_arrays import Affine, Modes, Samples
+
 __all__ = ["coefficients", "mode_gradients", "sample_gradients", "statistics"]
 
 
-def statistics(mean: Tensor, var: Tensor, gates: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The mass of the modes, (K,), and their μ and σ², (K, C)."""
+def statistics(samples: Samples) -> Modes:
+    """Mean, variance and mass of the modes."""
+    mean, var, gates = samples
     mass = gates.sum(0)
     weights = (gates / mass.clamp_min(torch.finfo(gates.dtype).tiny)).t()  # (K, N)
     mode_mean = weights @ mean
     mode_var = weights @ var
     for k, row in enumerate(weights):
         mode_var[k] += row @ (mean - mode_mean[k]).square_()
-    return mass, mode_mean, mode_var
+    return Modes(mode_mean, mode_var, mass)
 
 
-def coefficients(
-    mean: Tensor,
-    gates: Tensor,
-    mode_mean: Tensor,
-    mode_var: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-) -> tuple[Tensor, Tensor]:
+def coefficients(samples: Samples, modes: Modes, affine: Affine) -> tuple[Tensor, Tensor]:
     """Scale and shift, (N, C)."""
-    scaled = _scaled(torch.rsqrt(mode_var + eps), weight)
+    mean, _, gates = samples
+    bias = affine.bias
+    scaled = _scaled(torch.rsqrt(modes.var + affine.eps), affine)
     shift = torch.zeros_like(mean)
     for k in range(gates.shape[1]):
-        shift += (mean - mode_mean[k]).mul_(scaled[k]).mul_(gates[:, k, None])
+        shift += (mean - modes.mean[k]).mul_(scaled[k]).mul_(gates[:, k, None])
     if bias is not None:
         # not in place, which torch skips where one of the two is on the meta device
         shift = shift + (gates @ bias if bias.ndim == 2 else bias)
@@ -44,29 +41,22 @@ def coefficients(
 
 
 def mode_gradients(
-    dscale: Tensor,
-    dshift: Tensor,
-    mean: Tensor,
-    gates: Tensor,
-    mode_mean: Tensor,
-    mode_var: Tensor,
-    mass: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
+    dscale: Tensor, dshift: Tensor, samples: Samples, modes: Modes, affine: Affine
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Gradients of μ and σ² over the mass, the modes' α/σ, (K, C), gradients of weight and bias."""
-    inverse = torch.rsqrt(mode_var + eps)
-    scaled = _scaled(inverse, weight)
+    mean, _, gates = samples
+    weight, bias, eps = affine
+    inverse = torch.rsqrt(modes.var + eps)
+    scaled = _scaled(inverse, affine)
     t, e = gates.t() @ dscale, gates.t() @ dshift  # (K, C)
     for k in range(gates.shape[1]):
-        t[k] += gates[:, k] @ (mean - mode_mean[k]).mul_(dshift)
+        t[k] += gates[:, k] @ (mean - modes.mean[k]).mul_(dshift)
     dweight = dbias = None
     if weight is not None:
         dweight = inverse * t if weight.ndim == 2 else (inverse * t).sum(0)
     if bias is not None:
         dbias = e if bias.ndim == 2 else dshift.sum(0)
-    divisor = mass.clamp_min(torch.finfo(mass.dtype).tiny)[:, None]
+    divisor = modes.mass.clamp_min(torch.finfo(modes.mass.dtype).tiny)[:, None]
     u, s = -scaled * e / divisor, -0.5 * scaled * inverse**2 * t / divisor
     return u, s, scaled, dweight, dbias
 
@@ -74,29 +64,27 @@ def mode_gradients(
 def sample_gradients(
     dscale: Tensor,
     dshift: Tensor,
-    mean: Tensor,
-    var: Tensor,
-    gates: Tensor,
-    mode_mean: Tensor,
-    mode_var: Tensor,
+    samples: Samples,
+    modes: Modes,
+    affine: Affine,
     u: Tensor,
     s: Tensor,
     scaled: Tensor,
-    bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of mean and var, (N, C), and of the gates, from those of the modes, u and s."""
+    mean, var, gates = samples
     dmean, dgates = gates @ u, torch.empty_like(gates)
     for k in range(gates.shape[1]):
-        apart = mean - mode_mean[k]
+        apart = mean - modes.mean[k]
         dmean += (apart * (2 * s[k])).mul_(gates[:, k, None])
         direct = torch.addcmul(dscale, dshift, apart) @ scaled[k]
-        spread = torch.addcmul(var, apart, apart).sub_(mode_var[k]) @ s[k]
+        spread = torch.addcmul(var, apart, apart).sub_(modes.var[k]) @ s[k]
         dgates[:, k] = direct + apart @ u[k] + spread
-    if bias is not None and bias.ndim == 2:
-        dgates += dshift @ bias.t()
+    if affine.bias is not None and affine.bias.ndim == 2:
+        dgates += dshift @ affine.bias.t()
     return dmean, gates @ s, dgates
 
 
-def _scaled(inverse: Tensor, weight: Tensor | None) -> Tensor:
+def _scaled(inverse: Tensor, affine: Affine) -> Tensor:
     """α/σ of every mode, (K, C)."""
-    return inverse if weight is None else inverse * weight
+    return inverse if affine.weight is None else inverse * affine.weight

@@ -12,90 +12,71 @@ import torch
 from torch import Tensor
 
 from modenorm.kernels.gpu.device import on_device
+from modenorm.kernels.gpu.launch import Pointer
 from modenorm.kernels.gpu.mixing_launches import Mixing
 from modenorm.kernels.gpu.plan import AffineKind, MixingKind, affine_kind, aligned, pointer
 from modenorm.kernels.layout import can_count
+from modenorm.kernels.mixing_arrays import Affine, Modes, Samples
 
 __all__ = ["coefficients", "mode_gradients", "sample_gradients", "statistics", "takes"]
 
-Handed = tuple[Tensor | None, float]
-"""What `mode_gradients` hands on to `sample_gradients`: weight and eps."""
+NO_AFFINE = Affine(None, None, 0.0)
 
 
-def takes(
-    mean: Tensor,
-    var: Tensor,
-    gates: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    *gradients: Tensor,
-) -> bool:
+def takes(samples: Samples, affine: Affine, *gradients: Tensor) -> bool:
     """Whether the kernels can: contiguous float32 on one device, weight and bias of one form."""
+    weight, bias, _ = affine
     forms = [None if parameter is None else parameter.ndim for parameter in (weight, bias)]
-    if forms[0] != forms[1] or not can_count(mean, gates.shape[1]):
+    if forms[0] != forms[1] or not can_count(samples.mean, samples.gates.shape[1]):
         return False
     return all(
         array.dtype == torch.float32
-        and array.device == mean.device
+        and array.device == samples.mean.device
         and type(array) in (Tensor, torch.nn.Parameter)
         and array.is_contiguous()
-        for array in (mean, var, gates, weight, bias, *gradients)
+        for array in (*samples, weight, bias, *gradients)
         if array is not None
     )
 
 
-def statistics(mean: Tensor, var: Tensor, gates: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The mass of the modes, (K,), and their μ and σ², (K, C)."""
-    num_modes, num_channels = gates.shape[1], mean.shape[1]
-    mass, mode_mean = _empty(gates, num_modes), _empty(mean, num_modes, num_channels)
-    mode_var = torch.empty_like(mode_mean)
-    launches = _launches_for(mean, gates, None, None, 0.0, var)
+def statistics(samples: Samples) -> Modes:
+    """Mean, variance and mass of the modes."""
+    mean, num_modes = samples.mean, samples.gates.shape[1]
+    mode_mean = _empty(mean, num_modes, mean.shape[1])
+    modes = Modes(mode_mean, torch.empty_like(mode_mean), _empty(mean, num_modes))
+    launches = _launches_for(samples, NO_AFFINE)
     unused = (mean,) * 5  # whether samples are finite, and the running estimates
     with on_device(mean) as stream:
-        launches.statistics(stream, mean, var, gates, *unused, mode_mean, mode_var, mass, mass)
-    return mass, mode_mean, mode_var
+        launches.statistics(stream, *samples, *unused, *modes, modes.mass)
+    return modes
 
 
-def coefficients(
-    mean: Tensor,
-    gates: Tensor,
-    mode_mean: Tensor,
-    mode_var: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-) -> tuple[Tensor, Tensor]:
+def coefficients(samples: Samples, modes: Modes, affine: Affine) -> tuple[Tensor, Tensor]:
     """Scale and shift, (N, C)."""
+    mean, _, gates = samples
     scale, shift = torch.empty_like(mean), torch.empty_like(mean)
-    launches = _launches_for(mean, gates, weight, bias, eps, mode_mean, mode_var)
-    affine = (pointer(weight, mean), pointer(bias, mean))
+    launches = _launches_for(samples, affine, *modes)
     with on_device(mean) as stream:
-        launches.coefficients(stream, mean, gates, mode_mean, mode_var, *affine, scale, shift)
+        launches.coefficients(
+            stream, mean, gates, modes.mean, modes.var, *_parameters(affine, mean), scale, shift
+        )
     return scale, shift
 
 
 def mode_gradients(
-    dscale: Tensor,
-    dshift: Tensor,
-    mean: Tensor,
-    gates: Tensor,
-    mode_mean: Tensor,
-    mode_var: Tensor,
-    mass: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-) -> tuple[Tensor, Tensor, Handed, Tensor | None, Tensor | None]:
-    """Gradients of μ and σ² over the mass, (K, C), what is handed on, and weight's and bias's."""
-    u, s = torch.empty_like(mode_mean), torch.empty_like(mode_mean)
+    dscale: Tensor, dshift: Tensor, samples: Samples, modes: Modes, affine: Affine
+) -> tuple[Tensor, Tensor, None, Tensor | None, Tensor | None]:
+    """Gradients of μ and σ² over the mass, (K, C), nothing to hand on, and weight's and bias's."""
+    mean, _, gates = samples
+    weight, bias, _ = affine
+    u, s = torch.empty_like(modes.mean), torch.empty_like(modes.mean)
     dweight, dbias = (None if p is None else torch.empty_like(p) for p in (weight, bias))
     shared = dweight is not None and dweight.ndim == 1
-    dweights = torch.empty_like(mode_mean) if shared else pointer(dweight, mean)
-    given = (mean, gates, mode_mean, mode_var, mass)
-    launches = _launches_for(mean, gates, weight, bias, eps, *given, dscale, dshift)
+    dweights = torch.empty_like(modes.mean) if shared else pointer(dweight, mean)
+    launches = _launches_for(samples, affine, *modes, dscale, dshift)
     with on_device(mean) as stream:
         launches.modes_backward(
-            stream, *given, pointer(weight, mean), dscale, dshift, u, s, dweights,
+            stream, mean, gates, *modes, pointer(weight, mean), dscale, dshift, u, s, dweights,
             pointer(dbias, mean),
         )  # fmt: skip
         if shared:
@@ -103,52 +84,47 @@ def mode_gradients(
             launches.parameters_backward(
                 stream, mean, gates, dweights, *unused, pointer(dweight, mean)
             )
-    return u, s, (weight, eps), dweight, dbias
+    return u, s, None, dweight, dbias
 
 
 def sample_gradients(
     dscale: Tensor,
     dshift: Tensor,
-    mean: Tensor,
-    var: Tensor,
-    gates: Tensor,
-    mode_mean: Tensor,
-    mode_var: Tensor,
+    samples: Samples,
+    modes: Modes,
+    affine: Affine,
     u: Tensor,
     s: Tensor,
-    handed: Handed,
-    bias: Tensor | None,
+    _: None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of mean and var, (N, C), and of the gates, from those of the modes, u and s."""
-    weight, eps = handed
+    mean = samples.mean
     slope, offset = dscale.clone(), dshift.clone()  # the launch writes over them
-    scale, dgates = torch.empty_like(mean), torch.empty_like(gates)
-    given = (mean, var, gates, mode_mean, mode_var, u.contiguous(), s.contiguous())
-    launches = _launches_for(mean, gates, weight, bias, eps, *given)
-    affine = (pointer(weight, mean), pointer(bias, mean))
+    scale, dgates = torch.empty_like(mean), torch.empty_like(samples.gates)
+    given = (*samples, modes.mean, modes.var, u.contiguous(), s.contiguous())
     unused = (mean,) * 3  # the gate's weight, gradients of the gates and of the usage as outputs
-    launch = launches.samples_backward[False, False]
+    launch = _launches_for(samples, affine, *given).samples_backward[False, False]
     with on_device(mean) as stream:
-        launch(stream, *given, *affine, *unused, slope, offset, scale, dgates)
+        launch(stream, *given, *_parameters(affine, mean), *unused, slope, offset, scale, dgates)
     return offset, slope.mul_(0.5), dgates
+
+
+def _parameters(affine: Affine, mean: Tensor) -> tuple[Pointer, Pointer]:
+    """Weight and bias as a launch takes them, whether there are any or not."""
+    return pointer(affine.weight, mean), pointer(affine.bias, mean)
 
 
 def _empty(like: Tensor, *shape: int) -> Tensor:
     return torch.empty(shape, device=like.device, dtype=like.dtype)
 
 
-def _launches_for(
-    mean: Tensor,
-    gates: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    *others: Tensor,
-) -> Mixing:
+def _launches_for(samples: Samples, affine: Affine, *others: Tensor) -> Mixing:
     """The launches of these sizes; other tensors that they read are looked at for alignment."""
-    sizes = (*mean.shape, gates.shape[1])
-    direct = aligned((mean, gates, weight, bias, *others))
-    return _launches(sizes, float(eps), affine_kind(weight, bias), mean.get_device(), direct)
+    sizes = (*samples.mean.shape, samples.gates.shape[1])
+    weight, bias, eps = affine
+    direct = aligned((*samples, weight, bias, *others))
+    kind = affine_kind(weight, bias)
+    return _launches(sizes, float(eps), kind, samples.mean.get_device(), direct)
 
 
 @functools.lru_cache(maxsize=4096)
