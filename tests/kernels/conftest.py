@@ -3,6 +3,7 @@
 Memory that a kernel forgets to write shows, because torch.empty gives NaN here.
 """
 
+import copy
 import os
 
 import pytest
@@ -65,3 +66,22 @@ def capture():
         return graph, found
 
     return captured
+
+
+@pytest.fixture
+def compare_traced():
+    """A function that compares a model as one graph, under autocast, with the model uncompiled."""
+
+    def compare(model, x, dy):
+        twin = copy.deepcopy(model)
+        compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")
+        found = []
+        for function, owner in ((compiled, model), (twin, twin)):
+            leaf = x.detach().requires_grad_()
+            with torch.autocast(x.device.type, torch.bfloat16):
+                y = function(leaf)
+            found.append([y, *torch.autograd.grad(y, [leaf, *owner.parameters()], dy)])
+        for value, wanted in zip(*found, strict=True):
+            torch.testing.assert_close(value, wanted, rtol=2e-2, atol=2e-2)  # of bfloat16
+
+    return compare

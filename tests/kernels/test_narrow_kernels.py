@@ -269,23 +269,14 @@ def test_resnet(device, counted, monkeypatch):
     assert len(calls) == 18
 
 
-def test_traced_network(device):
+def test_traced_network(device, compare_traced):
     """As one graph, under autocast, with a norm and an activation behind it."""
     convs = [layer_for(16, 16, stride, device, torch.float32) for stride in (1, 2)]
     parts = [(conv, torch.nn.BatchNorm2d(16)) for conv in convs]
     layers = [layer for conv, norm in parts for layer in (conv, norm, torch.nn.ReLU())]
     model = torch.nn.Sequential(*layers).to(device)
-    twin = copy.deepcopy(model)
-    compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")
     x, dy = images((3, 5, 4), 16, device), images((3, 3, 2), 16, device)
-    found = []
-    for function, owner in ((compiled, model), (twin, twin)):
-        leaf = x.detach().requires_grad_()
-        with torch.autocast(device.type, torch.bfloat16):
-            y = function(leaf)
-        found.append([y, *torch.autograd.grad(y, [leaf, *owner.parameters()], dy)])
-    for value, wanted in zip(*found, strict=True):
-        torch.testing.assert_close(value, wanted, rtol=2e-2, atol=2e-2)
+    compare_traced(model, x, dy)
 
 
 def test_registration(device, stride):

@@ -1,7 +1,5 @@
 """Max pooling by two against torch's own: equal values and places, gradients in float64."""
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -149,21 +147,12 @@ def test_layer_where_kernels_do_not_serve(device, counted, monkeypatch):
     assert len(calls) == 1
 
 
-def test_traced_network(device):
+def test_traced_network(device, compare_traced):
     """As one graph, under autocast, behind a norm and an activation."""
     norm = torch.nn.BatchNorm2d(8)
     model = torch.nn.Sequential(norm, torch.nn.ReLU(), HalvingMaxPool2d()).to(device)
-    twin = copy.deepcopy(model)
-    compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")
     x, dy = images((3, 8, 5, 6), device), images((3, 8, 3, 3), device)
-    found = []
-    for function, owner in ((compiled, model), (twin, twin)):
-        leaf = x.detach().requires_grad_()
-        with torch.autocast(device.type, torch.bfloat16):
-            y = function(leaf)
-        found.append([y, *torch.autograd.grad(y, [leaf, *owner.parameters()], dy)])
-    for value, wanted in zip(*found, strict=True):
-        torch.testing.assert_close(value, wanted, rtol=2e-2, atol=2e-2)
+    compare_traced(model, x, dy)
 
 
 def test_registration(device):

@@ -255,21 +255,12 @@ def test_layer_where_kernels_do_not_serve(device, counted, monkeypatch):
     assert len(calls) == 1
 
 
-def test_traced_network(device):
+def test_traced_network(device, compare_traced):
     """As one graph, under autocast, with a norm and an activation behind it."""
     parts = [layer_for(device), torch.nn.BatchNorm2d(16), torch.nn.ReLU()]
     model = torch.nn.Sequential(*parts).to(device)
-    twin = copy.deepcopy(model)
-    compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")
     x, _, dy = data(PLAIN, device)
-    found = []
-    for function, owner in ((compiled, model), (twin, twin)):
-        leaf = x.detach().requires_grad_()
-        with torch.autocast(device.type, BF16):
-            y = function(leaf)
-        found.append([y, *torch.autograd.grad(y, [leaf, *owner.parameters()], dy)])
-    for value, wanted in zip(*found, strict=True):
-        torch.testing.assert_close(value, wanted, rtol=2e-2, atol=2e-2)
+    compare_traced(model, x, dy)
 
 
 def test_registration(device):
