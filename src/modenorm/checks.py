@@ -127,13 +127,13 @@ def known_modes(
 def check_eps(eps: float) -> None:
     """Refuse an eps that cannot keep a variance of zero apart from zero in float32."""
     # a float first: asking for its abstract class takes longer than all else here
-    if not isinstance(eps, float | Real) or not SMALLEST_EPS <= eps < math.inf:
+    if not isinstance(eps, (float, Real)) or not SMALLEST_EPS <= eps < math.inf:
         raise ValueError(f"eps is {eps!r}; it must be positive and finite, e.g. 1e-5")
 
 
 def check_momentum(momentum: float) -> None:
     """Refuse a weight of the newest batch that is none."""
-    if not isinstance(momentum, float | Real) or not 0 < momentum <= 1:
+    if not isinstance(momentum, (float, Real)) or not 0 < momentum <= 1:
         raise ValueError(
             f"momentum is {momentum!r}; it must lie in (0, 1], the weight of the newest batch, or "
             f"be None, where a layer can average over all batches"
