@@ -392,3 +392,19 @@ def test_norms_in_containers_that_torch_made_anew():
         found = replace_batchnorm(module)
         assert list(module.modules()).count(*found.values()) == 1
         assert not any(isinstance(part, nn.BatchNorm2d) for part in module.modules())
+
+
+class Sealed(dict):
+    """As some libraries' outputs are, which models may keep."""
+
+    def update(self, *_):
+        raise TypeError("not to be updated")
+
+
+def test_containers_without_norms_are_left_alone():
+    model = small_model()
+    model.output, model.sizes = Sealed(y=torch.ones(1)), (1, 2)
+    kept = model.output, model.sizes
+    replace_batchnorm(model)
+    assert (model.output, model.sizes) == kept
+    assert model.sizes is kept[1]

@@ -183,13 +183,23 @@ def test_parameters_that_another_layer_keeps_stay_in_the_optimizer(back):
     options = {"num_modes": 2, "per_mode_affine": True} if back else {}
     model = nn.Sequential(make(4, **options), nn.ReLU(), make(4, **options))
     model[2].weight, model[2].bias = model[0].weight, model[0].bias
-    if back:
-        model[2].running_mean[0] += 1  # its modes differ
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = torch.optim.SGD(model.named_parameters(), 0.0, momentum=0.9)
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+    if back:  # the modes of the second layer differ
+        model[0].reset_running_stats()
+    shared = model[2].weight
+    momentum = optimizer.state[shared]["momentum_buffer"].clone()
     if back:
         assert list(to_batchnorm(model, optimizer=optimizer)) == ["0"]
     else:
         replace_batchnorm(model, where="0", per_mode_affine=True, optimizer=optimizer)
-    held = [id(p) for group in optimizer.param_groups for p in group["params"]]
-    assert len(held) == len(set(held))
+    (group,) = optimizer.param_groups
+    held = list(map(id, group["params"]))
+    assert (
+        len(held) == len(set(held)) == len(group["param_names"]) == len(set(group["param_names"]))
+    )
     assert {id(p) for p in model.parameters()} <= set(held)
+    assert torch.equal(optimizer.state[shared]["momentum_buffer"], momentum)
+    found = optimizer.state[model[0].weight]["momentum_buffer"]
+    assert torch.equal(found, momentum.sum(0) if back else momentum.expand(2, 4))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from modenorm.convert.optimizers import check_optimizer, exchange_parameter, keep_used
+from modenorm.convert.optimizers import check_optimizer, exchange_parameters
 from modenorm.convert.replacement import put_in_place, take_hooks
 from modenorm.convert.selection import check_model, listed
 from modenorm.convert.substitutes import ModeNormAct2d, ModeNormNd
@@ -97,14 +97,10 @@ def turn_to_batchnorm(
         )
     merged: Merged = {}
     replaced = {module: _batch_norm(module, merged) for module in found}
-    for module, norm in replaced.items():
-        for key in ("weight", "bias"):
-            before, after = getattr(module, key), getattr(norm, key)
-            if optimizer is not None and before is not after:
-                exchange_parameter(optimizer, before, after)
     put_in_place(model, replaced)
     if optimizer is not None:
-        keep_used(optimizer, model, replaced)
+        exchanged = {found[module]: (module, norm) for module, norm in replaced.items()}
+        exchange_parameters(optimizer, model, exchanged)
     return {name: replaced[module] for module, name in found.items()}
 
 

@@ -17,8 +17,7 @@ __all__ = [
     "NormParameters",
     "add_gates",
     "check_optimizer",
-    "exchange_parameter",
-    "keep_used",
+    "exchange_parameters",
     "norm_parameters",
 ]
 
@@ -91,18 +90,13 @@ def _own_parameters(norm: Any) -> Iterator[tuple[str, nn.Parameter]]:
             yield from ((name, parameter) for parameter in parts.parameters())
 
 
-def add_gates(optimizer: Optimizer, norms: dict[str, tuple[nn.Module, ModeNorm]]) -> None:
-    """Add the gates' parameters beside the norms', and put parameters per mode in their place."""
+def add_gates(optimizer: Optimizer, norms: Mapping[str, tuple[nn.Module, ModeNorm]]) -> None:
+    """Add the gates' parameters to the groups of the norms that they replace."""
     groups = optimizer.param_groups
     group_of = {id(p): group for group in groups for p in group["params"]}
     for name, (old, layer) in norms.items():
         group = next((group_of[id(p)] for p in old.parameters() if id(p) in group_of), groups[0])
         fresh = {f"gate.{key}": p for key, p in layer.gate.named_parameters()}
-        for key in ("weight", "bias"):
-            before, after = getattr(old, key), getattr(layer, key)
-            if before is not after and before is not None and id(before) in group_of:
-                exchange_parameter(optimizer, before, after)
-                fresh[key] = after  # if another norm, with other modes, was given its place
         held = {id(p) for some in groups for p in some["params"]}
         fresh = {key: p for key, p in fresh.items() if id(p) not in held}
         group["params"].extend(fresh.values())
@@ -132,35 +126,62 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
         )
 
 
-def exchange_parameter(optimizer: Optimizer, before: nn.Parameter, after: nn.Parameter) -> None:
-    """Put a parameter, with a row for each mode or without, or of another type, in place of one.
+def exchange_parameters(
+    optimizer: Optimizer, model: nn.Module, replaced: Mapping[str, tuple[nn.Module, nn.Module]]
+) -> None:
+    """Give the places of weights and biases to those of the norms that came instead, by name.
+
+    Several norms may have had one in common; it stays as well if the model still has it somewhere.
+    """
+    heirs: dict[nn.Parameter, dict[nn.Parameter, str]] = {}
+    for name, (old, new) in replaced.items():
+        for key in ("weight", "bias"):
+            before, after = getattr(old, key), getattr(new, key)
+            if before is not None and before is not after:
+                heirs.setdefault(before, {}).setdefault(after, f"{name}.{key}".lstrip("."))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        for place in reversed(range(len(group["params"]))):  # later places don't move earlier ones
+            before = group["params"][place]
+            if before in heirs:
+                kept = {before: names[before]} if before in names else {}
+                _share_out(optimizer, group, place, kept, heirs[before])
+
+
+def _share_out(
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    place: int,
+    kept: Mapping[nn.Parameter, str],
+    heirs: Mapping[nn.Parameter, str],
+) -> None:
+    """Put other parameters in one's place, beside it if it is kept, with their names and states."""
+    before = group["params"][place]
+    group["params"][place : place + 1] = [*kept, *heirs]
+    if "param_names" in group:
+        own, (_, *others) = group["param_names"][place], heirs.values()
+        group["param_names"][place : place + 1] = [*kept.values(), own, *others]
+    for after in heirs:
+        state = _converted(optimizer.state.get(before, {}), before, after)
+        if state and not isinstance(optimizer, Adafactor):
+            optimizer.state[after] = state
+    if not kept:
+        optimizer.state.pop(before, None)
+
+
+def _converted(state: Mapping[str, Any], before: Tensor, after: Tensor) -> dict[str, Any]:
+    """The state of a parameter for one with a row for each mode, or without, or of another type.
 
     The state of a row is copied to each, or that of all rows added up; Adafactor's, which is in
     parts that depend on the number of dimensions, begins anew.
     """
-    for group in optimizer.param_groups:
-        group["params"][:] = [after if p is before else p for p in group["params"]]
-    state = optimizer.state.pop(before, {})
+    found = {}
     for key, value in state.items():
-        if isinstance(value, Tensor) and value.shape == before.shape:
-            rows = value.ndim > after.ndim
-            value = value.to(after.dtype if value.dtype == before.dtype else value.dtype)
-            state[key] = value.sum(0) if rows else value.expand_as(after).clone()
-    if state and not isinstance(optimizer, Adafactor):
-        optimizer.state[after] = state
-
-
-def keep_used(
-    optimizer: Optimizer, model: nn.Module, replaced: Mapping[nn.Module, nn.Module]
-) -> None:
-    """Give parameters back to the optimizer that were exchanged, but that other layers have too."""
-    used = set(map(id, model.parameters()))
-    for old, new in replaced.items():
-        for key in ("weight", "bias"):
-            before, after = getattr(old, key), getattr(new, key)
-            if before is after or before is None or id(before) not in used:
-                continue
-            for group in optimizer.param_groups:
-                held = set(map(id, group["params"]))
-                if id(after) in held and id(before) not in held:
-                    group["params"].append(before)
+        if isinstance(value, Tensor):
+            value = value.clone()
+            if value.shape == before.shape:
+                value = value.to(after.dtype if value.dtype == before.dtype else value.dtype)
+                rows = value.ndim > after.ndim
+                value = value.sum(0) if rows else value.expand_as(after).clone()
+        found[key] = value
+    return found

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.optim import Optimizer
 
-from modenorm.convert.optimizers import add_gates, check_optimizer, keep_used
+from modenorm.convert.optimizers import add_gates, check_optimizer, exchange_parameters
 from modenorm.convert.replacement import put_in_place, take_hooks
 from modenorm.convert.selection import (
     Where,
@@ -143,13 +143,13 @@ def replace_batchnorm(
         adapter = adapters.get(type(module))
         replaced[module] = adapter(module, norms[module]) if adapter else norms[module]
     _warn_about(found, model, mention_left=where is None)
-    if optimizer is not None:
-        add_gates(optimizer, {found[module]: (module, norm) for module, norm in norms.items()})
     for module, replacement in replaced.items():
         take_hooks(module, replacement)
     put_in_place(model, replaced)
     if optimizer is not None:
-        keep_used(optimizer, model, norms)
+        exchanged = {found[module]: (module, norm) for module, norm in norms.items()}
+        add_gates(optimizer, exchanged)
+        exchange_parameters(optimizer, model, exchanged)
     return {name: replaced[module] for module, name in found.items()}
 
 

@@ -48,19 +48,20 @@ def put_in_place(model: nn.Module, replaced: Mapping[nn.Module, nn.Module]) -> N
     """Exchange modules wherever the model has them, also in plain lists, tuples and dicts."""
     _give_hooks(replaced.values())
 
-    def exchanged(part: Any) -> Any:
-        return replaced.get(part, part) if isinstance(part, nn.Module) else part
+    def goes(part: Any) -> bool:
+        return isinstance(part, nn.Module) and part in replaced
 
     for parent in list(model.modules()):
         attributes = vars(parent)
-        for name, value in list(attributes.items()):
-            if isinstance(value, list):
-                value[:] = map(exchanged, value)
-            elif isinstance(value, dict):  # one of them, maybe an OrderedDict, has the submodules
-                value.update({key: exchanged(part) for key, part in value.items()})
-            else:
-                several = type(value) is tuple
-                attributes[name] = tuple(map(exchanged, value)) if several else exchanged(value)
+        for name, value in list(attributes.items()):  # one is the dict of submodules
+            if goes(value):
+                attributes[name] = replaced[value]
+            elif type(value) is tuple and any(map(goes, value)):
+                attributes[name] = tuple(replaced[p] if goes(p) else p for p in value)
+            elif isinstance(value, list | dict):
+                places = value.items() if isinstance(value, dict) else enumerate(value)
+                for place in [place for place, part in places if goes(part)]:
+                    value[place] = replaced[value[place]]
 
 
 def _give_hooks(modules: Iterable[nn.Module]) -> None:
