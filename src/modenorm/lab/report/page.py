@@ -157,10 +157,11 @@ def clean(value: Any) -> Any:
 
 
 def _mean_data(mean: Mean | None) -> dict[str, Any] | None:
-    """A mean for the charts; its text is that of the tables, as JavaScript rounds 0.125 up."""
+    """A mean for the charts; its texts are those of the tables, as JavaScript rounds 0.125 up."""
     if mean is None:
         return None
-    return {"mean": mean.mean, "se": mean.se, "n": mean.n, "text": str(mean)}
+    texts = {"text": str(mean), "short": mean.short}
+    return {"mean": mean.mean, "se": mean.se, "n": mean.n, **texts}
 
 
 def _experiment_data(experiment: Experiment, records: Sequence[Record]) -> dict[str, Any]:

@@ -63,8 +63,13 @@ class Mean:
         se = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
         return cls(statistics.fmean(values), se, len(values))
 
+    @property
+    def short(self) -> str:
+        """The mean as text, without its error."""
+        return f"{self.mean:.2f}"
+
     def __str__(self) -> str:
-        return f"{self.mean:.2f}" + ("" if self.se is None else f" ± {self.se:.2f}")
+        return self.short + ("" if self.se is None else f" ± {self.se:.2f}")
 
 
 @dataclass

@@ -10,7 +10,7 @@
   const known = (value) => value !== null && value !== undefined;
   const number = (value, digits = 2) => (known(value) ? value.toFixed(digits) : "–");
   const withError = (m) => (known(m) ? m.text : "–");
-  const withoutError = (m) => withError(m).split(" ")[0];
+  const withoutError = (m) => (known(m) ? m.short : "–");
 
   function style(name) {
     return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
