@@ -11,12 +11,11 @@ import pytest
 import torch
 
 import modenorm
-from modenorm import kernels
-from modenorm.kernels import build
+from modenorm.kernels import build, choice
 from modenorm.kernels.c import library as c_library
 
 pytestmark = pytest.mark.skipif(
-    not kernels.cpu_kernels().startswith("compiled"), reason=kernels.cpu_kernels()
+    not choice.cpu_kernels().startswith("compiled"), reason=choice.cpu_kernels()
 )
 SOURCE = Path(modenorm.__file__).parents[1]
 
@@ -38,7 +37,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def path_of_library() -> Path:
-    kind, _, path = kernels.cpu_kernels().partition(": ")
+    kind, _, path = choice.cpu_kernels().partition(": ")
     assert kind == "compiled", path
     return Path(path)
 
@@ -114,7 +113,7 @@ def test_a_damaged_file_is_never_loaded(damage, cache, monkeypatch):
         path.mkdir()
     forget()
     commands = counted(monkeypatch)
-    assert kernels.cpu_kernels().startswith("compiled")
+    assert choice.cpu_kernels().startswith("compiled")
     assert len(commands) == 1
     assert_works()
 
@@ -167,7 +166,7 @@ def test_without_a_compiler_torch_operators_run(cache, monkeypatch):
     monkeypatch.setenv("PATH", str(cache))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert kernels.cpu_kernels() == "torch operators: there is no C compiler"
+        assert choice.cpu_kernels() == "torch operators: there is no C compiler"
         assert_works()
 
 
@@ -179,7 +178,7 @@ def test_a_compiler_that_is_no_command_is_passed_over(cache, monkeypatch):
 
 def test_switched_off(cache, monkeypatch):
     monkeypatch.setenv(c_library.SWITCH, "0")
-    assert kernels.cpu_kernels() == f"torch operators: {c_library.SWITCH}=0"
+    assert choice.cpu_kernels() == f"torch operators: {c_library.SWITCH}=0"
     assert_works()
     assert not cache.exists()
 
@@ -199,8 +198,8 @@ def test_a_compiler_that_fails_is_reported_once(script, cache, tmp_path, monkeyp
     broken.chmod(0o700)
     monkeypatch.setenv("CC", str(broken))
     with pytest.warns(UserWarning, match="torch operators"):
-        kernels.cpu_kernels()
-    assert kernels.cpu_kernels().startswith("torch operators: ")
+        choice.cpu_kernels()
+    assert choice.cpu_kernels().startswith("torch operators: ")
     assert_works()
 
 
@@ -216,11 +215,11 @@ def test_a_compiler_that_does_not_know_this_processor(cache, tmp_path, monkeypat
 
 def test_where_torch_has_no_openmp(cache, monkeypatch):
     monkeypatch.setattr(c_library, "_team", lambda: None)
-    assert kernels.runs_c(torch.ones(2, 2))
+    assert choice.runs_c(torch.ones(2, 2))
     torch.set_num_threads(2)
     try:
-        assert not kernels.runs_c(torch.ones(2, 2))  # torch's operators have two
-        assert kernels.cpu_kernels() == "torch operators: one thread only"
+        assert not choice.runs_c(torch.ones(2, 2))  # torch's operators have two
+        assert choice.cpu_kernels() == "torch operators: one thread only"
     finally:
         torch.set_num_threads(1)
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import modenorm
 from compare import LAYERS, assert_close, make_layer
-from modenorm.kernels.gpu import mode_norm_operator
+from modenorm.kernels import choice
 from modenorm.kernels.layout import can_count
 from modenorm.lab.models import create_model
 from test_zoo import create
@@ -75,7 +75,7 @@ def test_export_of_a_converted_resnet():
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("layer", ["ModeNorm2d", "ModeGroupNorm"])
 def test_export_of_a_layer_for_any_batch(layer, training, operators_serve, monkeypatch):
-    monkeypatch.setattr(mode_norm_operator, "available", lambda x: operators_serve and can_count(x))
+    monkeypatch.setattr(choice, "runs_operators", lambda x: operators_serve and can_count(x))
     module = getattr(modenorm, layer)(4, 2).train(training)
     example = (torch.randn(4, 4, 5, 5),)
     program = torch.export.export(module, example, dynamic_shapes=DYNAMIC_BATCH)

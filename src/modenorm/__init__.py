@@ -7,7 +7,7 @@ from modenorm import functional, gates, reference
 from modenorm.convert import norm_parameters, replace_batchnorm, to_batchnorm
 from modenorm.distributed import convert_sync_modenorm
 from modenorm.gates import LinearGate, StandardizedGate
-from modenorm.kernels import use_backend
+from modenorm.kernels.choice import use_backend
 from modenorm.layers import ModeGroupNorm, ModeNorm1d, ModeNorm2d, ModeNorm3d
 from modenorm.modes import mode_report, record_gates
 from modenorm.pruning import match_modes, prune_modes

@@ -17,17 +17,10 @@ from modenorm import exchange, mixing, reference
 from modenorm.buffers import recomputing
 from modenorm.checks import Options, check_input, check_options, masked
 from modenorm.gates import Gate, LinearGate, is_the_papers, logits_of
-from modenorm.kernels import (
-    choose_backend,
-    mixing_node,
-    mode_group_norm_arrays,
-    plain,
-    runs_c,
-    runs_triton,
-    streaming,
-)
+from modenorm.kernels import mixing_node, mode_group_norm_arrays, plain, streaming
 from modenorm.kernels.c import mode_group_norm as c_mode_group_norm
 from modenorm.kernels.c import mode_norm as c_mode_norm
+from modenorm.kernels.choice import FUSED, choose_path
 from modenorm.kernels.gpu import mode_group_norm_operator, mode_norm_operator
 from modenorm.kernels.layout import statistics_dtype
 from modenorm.kernels.mode_group_norm_arrays import Given
@@ -105,21 +98,12 @@ def _found_modes(call: _Call) -> Found:
             f"a batch of shape {tuple(x.shape)} has one value per channel, so no variance; "
             f"use more samples or positions, or call eval() on a layer with running estimates"
         )
-    backend = choose_backend(x, plain_only=call.mask is not None)
-    if backend == "eager" and (found := _compiled_modes(call)) is not None:
-        return found
-    y, gates, usage = _without_relu(call, backend)
+    path = choose_path(x, plain_only=call.mask is not None)
+    found = _BY_ONE[path](call) if path in _BY_ONE else None
+    if found is not None and path == "operators":
+        return found  # with its ReLU
+    y, gates, usage = found or (*_by_parts(call, path in FUSED), None)
     return y.relu() if options.relu else y, gates, usage
-
-
-def _without_relu(call: _Call, backend: str) -> Found:
-    if backend == "reference":
-        return *_reference_modes(call), None
-    if backend == "fused" and (found := _by_one_node(call)) is not None:
-        return found
-    if not call.from_batch and isinstance(call.gates, Tensor):
-        return *_without_moments(call, backend), None
-    return *_mixed_modes(call, backend), None
 
 
 def normalize_channels(
@@ -140,33 +124,50 @@ def normalize_channels(
     dtype = statistics_dtype(x)
     gate_weight, gate_bias = gate_weight.to(dtype), gate_bias.to(dtype)
     weight, bias = _cast(dtype, weight), _cast(dtype, bias)
+    given = Given(gate_weight, gate_bias, weight, bias, eps, variance == "pixel")
     with _full_precision(x):
         if x.numel() == 0:
             gates = x.new_zeros((*x.shape[:2], len(gate_weight)))
-            return plain.empty_output(x, gate_weight, gate_bias, weight, bias), gates
-        backend = choose_backend(x)
-        if backend == "reference":
-            weight, bias = mixing.written_out(weight, bias, 1, x.shape[1])
-            y = reference.mode_group_norm(
-                x.to(dtype), gate_weight, gate_bias, weight, bias, eps, variance=variance
-            )
-            pooled, _ = plain.moments(x, with_var=False)
-            return y.to(x.dtype), torch.softmax(pooled[..., None] * gate_weight + gate_bias, -1)
-        if mode_group_norm_arrays.fits(x, len(gate_weight), weight, bias):
-            given = Given(gate_weight, gate_bias, weight, bias, eps, variance == "pixel")
-            if backend == "fused" and runs_triton(x):
-                from modenorm.kernels.gpu import mode_group_norm as gpu_mode_group_norm
+            return plain.empty_output(x, *given[:4]), gates
+        path = choose_path(x)
+        if path == "reference":
+            return _channels_by_reference(x, given)
+        found = _channels_by_one(x, given, path, gates_matter)
+        return found or _channels_by_parts(x, given, path in FUSED)
 
-                return gpu_mode_group_norm.mode_group_norm(x, given, gates_matter)
-            if backend == "fused" and c_mode_group_norm.fits(x, given):
-                return c_mode_group_norm.mode_group_norm(x, given, gates_matter)
-            if torch.compiler.is_compiling() and mode_norm_operator.available(x):
-                return mode_group_norm_operator.mode_group_norm(x, given, gates_matter)
-        mean, var, _, affine = _moments(x, backend, None, with_var=variance == "pixel")
-        scale, shift, gates = mixing.channel_modes(
-            mean, var, gate_weight, gate_bias, weight, bias, eps
-        )
-        return affine(mean, scale, shift), gates
+
+def _channels_by_one(
+    x: Tensor, given: Given, path: str, gates_matter: bool
+) -> tuple[Tensor, Tensor | None] | None:
+    if not mode_group_norm_arrays.fits(x, given):
+        return None
+    if path == "gpu":
+        from modenorm.kernels.gpu import mode_group_norm as gpu_mode_group_norm
+
+        return gpu_mode_group_norm.mode_group_norm(x, given, gates_matter)
+    if path == "c" and c_mode_group_norm.fits(x, given):
+        return c_mode_group_norm.mode_group_norm(x, given, gates_matter)
+    if path == "operators":
+        return mode_group_norm_operator.mode_group_norm(x, given, gates_matter)
+    return None
+
+
+def _channels_by_parts(x: Tensor, given: Given, fused: bool) -> tuple[Tensor, Tensor]:
+    gate_weight, gate_bias, weight, bias, eps, pixel = given
+    mean, var, _, affine = _moments(x, fused, None, with_var=pixel)
+    scale, shift, gates = mixing.channel_modes(mean, var, gate_weight, gate_bias, weight, bias, eps)
+    return affine(mean, scale, shift), gates
+
+
+def _channels_by_reference(x: Tensor, given: Given) -> tuple[Tensor, Tensor]:
+    gate_weight, gate_bias, weight, bias, eps, pixel = given
+    weight, bias = mixing.written_out(weight, bias, 1, x.shape[1])
+    values, variance = x.to(gate_weight.dtype), "pixel" if pixel else "pooled"
+    y = reference.mode_group_norm(
+        values, gate_weight, gate_bias, weight, bias, eps, variance=variance
+    )
+    pooled, _ = plain.moments(x, with_var=False)
+    return y.to(x.dtype), torch.softmax(pooled[..., None] * gate_weight + gate_bias, -1)
 
 
 def _known_gates(call: _Call) -> bool:
@@ -174,46 +175,89 @@ def _known_gates(call: _Call) -> bool:
     return isinstance(call.gates, Tensor) or is_the_papers(call.gates)
 
 
-def _by_one_node(call: _Call) -> Found | None:
-    """By mode_norm.py of kernels/gpu or kernels/c, which have the paper's gate and given gates."""
-    x, options = call.x, call.options
-    if not call.from_batch and (torch.is_grad_enabled() or isinstance(call.gates, Tensor)):
-        return None
-    if not _known_gates(call):
-        return None
-    found = _fused_modes(call) if runs_triton(x) else None
-    if found is None and options.ranks is None and runs_c(x):
-        found = c_mode_norm.mode_norm(x, *_inputs(call, x.dtype), call.estimates, options)
-    return found
+def _is_one_node(call: _Call) -> bool:
+    """Whether a whole layer in one node could serve: with estimates, it is not differentiable."""
+    by_estimates = torch.is_grad_enabled() or isinstance(call.gates, Tensor)
+    return (call.from_batch or not by_estimates) and _known_gates(call)
 
 
-def _fused_modes(call: _Call) -> Found | None:
+def _by_gpu(call: _Call) -> Found | None:
     from modenorm.kernels.gpu import mode_norm as gpu_mode_norm
 
     estimates, options = call.estimates, call.options
+    if not _is_one_node(call):
+        return None
     if estimates is not None and not options.training:
-        return gpu_mode_norm.mode_norm_inference(call.x, _triton_inputs(call), estimates, options)
+        return gpu_mode_norm.mode_norm_inference(call.x, _gpu_inputs(call), estimates, options)
     if estimates is not None and options.momentum is None:
         return None
-    return gpu_mode_norm.mode_norm(call.x, _triton_inputs(call), estimates, options)
+    return gpu_mode_norm.mode_norm(call.x, _gpu_inputs(call), estimates, options)
 
 
-def _compiled_modes(call: _Call) -> Found | None:
+def _by_c(call: _Call) -> Found | None:
+    x, options = call.x, call.options
+    if not _is_one_node(call) or options.ranks is not None:
+        return None
+    return c_mode_norm.mode_norm(x, *_inputs(call, x.dtype), call.estimates, options)
+
+
+def _by_operators(call: _Call) -> Found | None:
     """Under `torch.compile` on a GPU: maps for Inductor to fuse with their neighbours.
 
     Their coefficients are by our kernels.
     """
-    if not call.from_batch or call.mask is not None or call.options.ranks is not None:
+    if not (call.from_batch and _known_gates(call)) or call.options.ranks is not None:
         return None
-    compiling = torch.compiler.is_compiling() and mode_norm_operator.available(call.x)
-    if not (compiling and _known_gates(call)):
-        return None
-    inputs = _triton_inputs(call)
+    inputs = _gpu_inputs(call)
     if not fits(call.x, inputs, call.estimates, call.options.num_modes):
         return None
     moves = call.options.training and not recomputing()
     estimates = call.estimates if moves else None
     return mode_norm_operator.mode_norm(call.x, inputs, estimates, call.options)
+
+
+def _by_reference(call: _Call) -> Found:
+    x, gates, estimates, weight, bias, options, mask = call
+    if options.ranks is not None:
+        raise ValueError('the "reference" backend sees one process only; use "eager"')
+    pooled = plain.moments(x, False)[0] if mask is None else plain.masked_moments(x, mask)[0]
+    gates = _gates_of(call, pooled, x)
+    counts = gates.new_ones(len(gates)) if mask is None else mask.flatten(1).sum(1)
+    mass = (gates.detach() * counts[:, None]).sum(0)
+    usable = bool(pooled.isfinite().all() & gates.isfinite().all() & (mass > 0).any())
+    momentum = options.momentum
+    if options.training and (recomputing() or not usable):
+        estimates = None
+    if options.training and estimates is not None and estimates.share is not None:
+        if momentum is None:
+            raise ValueError(
+                'the "reference" backend has no momentum=None with "usage"; use "eager"'
+            )
+        estimates.share.add_(mass / counts.sum())
+    tracked = None if estimates is None else estimates.num_batches_tracked
+    if tracked is not None and options.training:
+        tracked.add_(1)
+    if momentum is None and tracked is not None:
+        momentum = 1 / max(1, int(tracked))
+    weight, bias = mixing.written_out(weight, bias, gates.shape[1], x.shape[1])
+    y = reference.mode_norm(
+        x.to(gates.dtype),
+        gates,
+        None if estimates is None else estimates.mean,
+        None if estimates is None else estimates.var,
+        weight,
+        bias,
+        options.training,
+        0.1 if momentum is None else momentum,
+        options.eps,
+        mask=None if mask is None else mask.squeeze(1),
+        running_update=options.running_update,
+    )
+    return y.to(x.dtype), gates, None
+
+
+_BY_ONE = {"reference": _by_reference, "operators": _by_operators, "gpu": _by_gpu, "c": _by_c}
+"""What serves a whole layer, by path; None for calls that it doesn't take."""
 
 
 def _inputs(call: _Call, dtype: torch.dtype) -> Inputs:
@@ -226,19 +270,21 @@ def _inputs(call: _Call, dtype: torch.dtype) -> Inputs:
     return Inputs(None, *gate, call.weight, call.bias)
 
 
-def _triton_inputs(call: _Call) -> Inputs:
+def _gpu_inputs(call: _Call) -> Inputs:
     inputs = _inputs(call, torch.float32)
     if inputs.gates is not None:
         inputs = inputs._replace(gates=inputs.gates.contiguous())
     return inputs
 
 
-def _mixed_modes(call: _Call, backend: str) -> tuple[Tensor, Tensor]:
+def _by_parts(call: _Call, fused: bool) -> tuple[Tensor, Tensor]:
     """Moments, then gates and mixing by operators of torch or nodes of their own, then the map."""
+    if not call.from_batch and isinstance(call.gates, Tensor):
+        return _by_one_map(call, fused)
     x, gates, estimates, weight, bias, options, mask = call
-    mean, var, counts, affine = _moments(x, backend, mask, with_var=call.from_batch)
+    mean, var, counts, affine = _moments(x, fused, mask, with_var=call.from_batch)
     gates = _gates_of(call, mean, x)
-    if backend == "fused" and call.from_batch:
+    if fused and call.from_batch:
         assert var is not None
         scale, shift, batch = mixing_node.mix(
             mean, var, gates, weight, bias, options.eps, options.ranks, x.shape[2:].numel()
@@ -253,10 +299,10 @@ def _mixed_modes(call: _Call, backend: str) -> tuple[Tensor, Tensor]:
 
 
 def _moments(
-    x: Tensor, backend: str, mask: Tensor | None, with_var: bool
+    x: Tensor, fused: bool, mask: Tensor | None, with_var: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Callable[[Tensor, Tensor, Tensor], Tensor]]:
     """Mean, variance, counts (with a mask), and the affine map that belongs to this x."""
-    if backend == "fused":
+    if fused:
         mean, var, handed, link = streaming.moments(x, with_var)
         return mean, var, None, partial(streaming.affine, handed, link=link)
     if mask is not None:
@@ -295,7 +341,7 @@ def _update_running(
         mixing.update_running(estimates, batch, options.momentum, options.running_update)
 
 
-def _without_moments(call: _Call, backend: str) -> tuple[Tensor, Tensor]:
+def _by_one_map(call: _Call, fused: bool) -> tuple[Tensor, Tensor]:
     """Inference with gates from outside: one map, no look at the data first."""
     x, estimates = call.x, call.estimates
     assert estimates is not None
@@ -306,48 +352,8 @@ def _without_moments(call: _Call, backend: str) -> tuple[Tensor, Tensor]:
     scale, shift = mixing.coefficients(
         mode_mean, mode_var, gates, centre, call.weight, call.bias, call.options.eps
     )
-    affine = streaming.affine if backend == "fused" else plain.apply
+    affine = streaming.affine if fused else plain.apply
     return affine(x, centre, scale, shift), gates
-
-
-def _reference_modes(call: _Call) -> tuple[Tensor, Tensor]:
-    x, gates, estimates, weight, bias, options, mask = call
-    if options.ranks is not None:
-        raise ValueError('the "reference" backend sees one process only; use "eager"')
-    pooled = plain.moments(x, False)[0] if mask is None else plain.masked_moments(x, mask)[0]
-    gates = _gates_of(call, pooled, x)
-    counts = gates.new_ones(len(gates)) if mask is None else mask.flatten(1).sum(1)
-    mass = (gates.detach() * counts[:, None]).sum(0)
-    usable = bool(pooled.isfinite().all() & gates.isfinite().all() & (mass > 0).any())
-    momentum = options.momentum
-    if options.training and (recomputing() or not usable):
-        estimates = None
-    if options.training and estimates is not None and estimates.share is not None:
-        if momentum is None:
-            raise ValueError(
-                'the "reference" backend has no momentum=None with "usage"; use "eager"'
-            )
-        estimates.share.add_(mass / counts.sum())
-    tracked = None if estimates is None else estimates.num_batches_tracked
-    if tracked is not None and options.training:
-        tracked.add_(1)
-    if momentum is None and tracked is not None:
-        momentum = 1 / max(1, int(tracked))
-    weight, bias = mixing.written_out(weight, bias, gates.shape[1], x.shape[1])
-    y = reference.mode_norm(
-        x.to(gates.dtype),
-        gates,
-        None if estimates is None else estimates.mean,
-        None if estimates is None else estimates.var,
-        weight,
-        bias,
-        options.training,
-        0.1 if momentum is None else momentum,
-        options.eps,
-        mask=None if mask is None else mask.squeeze(1),
-        running_update=options.running_update,
-    )
-    return y.to(x.dtype), gates
 
 
 def _gates_of(call: _Call, pooled: Tensor, x: Tensor) -> Tensor:

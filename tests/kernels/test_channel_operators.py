@@ -8,9 +8,9 @@ from test_fused import assert_close, tensor
 
 import modenorm
 from modenorm import mixing
-from modenorm.kernels import plain
+from modenorm.kernels import choice, plain
 from modenorm.kernels.cpp import operator as cpp_operator
-from modenorm.kernels.gpu import mode_group_norm_operator, mode_group_norm_plan, mode_norm_operator
+from modenorm.kernels.gpu import mode_group_norm_operator, mode_group_norm_plan
 from modenorm.kernels.mode_group_norm_arrays import Given
 
 
@@ -61,7 +61,7 @@ def test_operator_registration(device, pixel):
 @pytest.mark.parametrize("variance", ["pooled", "pixel"])
 def test_traced_layers(device, monkeypatch, variance, heard):
     """Traced as one graph, with the activation around it, as on a GPU but without Inductor."""
-    monkeypatch.setattr(mode_norm_operator, "available", lambda x: True)
+    monkeypatch.setattr(choice, "runs_operators", lambda x: True)
     monkeypatch.setattr(cpp_operator, "cpp_module", lambda: None)  # which needs no plans
     torch.manual_seed(0)
     x, dy = (tensor((6, 8, 3, 3), device, torch.float32, True) for _ in range(2))

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import modenorm
-from modenorm.kernels import choose_backend, runs_triton
+from modenorm.kernels import choice
+from modenorm.kernels.choice import choose_path
 
 SHAPES = {
     "2d-small": (6, 5),
@@ -101,8 +102,7 @@ def compare_training(device, shape, num_modes, channels_last, **options):
     layer = layer_for(shape, num_modes, device, **options)
     x = tensor(shape, device, torch.float32, channels_last, mean=1.0)
     dy = tensor(shape, device, torch.float32, False)
-    assert runs_triton(x)
-    assert choose_backend(x) == "fused"
+    assert choose_path(x) == "gpu"
     twin, truth, true_gradients = truth_of(layer, x, dy)
     y, found = gradients(layer, x, dy)
     assert y.stride() == x.stride()
@@ -354,26 +354,25 @@ def test_results_repeat(device):
 
 
 def test_plain_operators_where_triton_refuses(device, monkeypatch):
-    from modenorm import kernels
     from modenorm.kernels.gpu import passes as gpu_passes
 
     def refuse(*_):
         raise RuntimeError("no such architecture")
 
     monkeypatch.setattr(gpu_passes, "moments", refuse)
-    kernels._triton_works.cache_clear()
+    choice._triton_works.cache_clear()
     layer = layer_for((4, 3, 5, 5), 2, device)
     x = tensor((4, 3, 5, 5), device, torch.float32, False)
     try:
         if device.type == "cuda":
             with pytest.warns(UserWarning, match="plain PyTorch operators .* no such architecture"):
                 y = layer(x)
-            assert choose_backend(x) == "eager"
+            assert choose_path(x) == "eager"
             assert_close(y, truth_of(layer, x, x)[1], 1e-5, "y")
         else:
-            assert kernels._triton_works(-1)  # the interpreter is not put to the test
+            assert choice._triton_works(-1)  # the interpreter is not put to the test
     finally:
-        kernels._triton_works.cache_clear()
+        choice._triton_works.cache_clear()
 
 
 @pytest.mark.parametrize("kind", ["modes", "channels"])

@@ -8,8 +8,8 @@ from test_fused import assert_close, layer_for, tensor
 
 import modenorm
 from modenorm import ModeSparsity
-from modenorm.kernels import entropy, runs_triton
-from modenorm.kernels.gpu import mode_norm_operator
+from modenorm.kernels import choice, entropy
+from modenorm.kernels.choice import runs_triton
 
 SIZES = [((5, 6, 3, 4), 3), ((9, 40, 2, 2), 8), ((17, 3, 3, 3), 2), ((4, 20, 1, 1), 64)]
 SIZES += [((3, 520, 2, 1), 4)]  # more than one tile
@@ -167,7 +167,7 @@ def model_of(device):
 @pytest.mark.parametrize("how", ["eager", "compiled", "recomputed"])
 def test_a_training_step(device, how, monkeypatch):
     """Gradients of all parameters, by the loss of several layers beside that of the output."""
-    monkeypatch.setattr(mode_norm_operator, "available", lambda x: True)
+    monkeypatch.setattr(choice, "runs_operators", lambda x: True)
     model = model_of(device)
     x, upstream = torch.randn(5, 6, 3, 3, device=device), torch.randn(5, 4, 3, 3, device=device)
     twin, found = copy.deepcopy(model), []

@@ -9,7 +9,7 @@ from test_fused import assert_close, layer_for, tensor
 import modenorm
 from modenorm import mixing
 from modenorm.checks import Options
-from modenorm.kernels import plain
+from modenorm.kernels import choice, plain
 from modenorm.kernels.gpu import mode_norm_operator
 from modenorm.kernels.mode_norm_arrays import Inputs
 
@@ -96,7 +96,7 @@ def test_operator_registration(device):
 @pytest.mark.parametrize("relu", [False, True], ids=["apart", "own"])
 def test_traced_layers(device, monkeypatch, relu):
     """Traced as one graph, with the activation around it, as on a GPU but without Inductor."""
-    monkeypatch.setattr(mode_norm_operator, "available", lambda x: True)
+    monkeypatch.setattr(choice, "runs_operators", lambda x: True)
     torch.manual_seed(0)
     x = tensor((6, 8, 3, 3), device, torch.float32, True)
     parts = [layer_for(x.shape, 3, device) for _ in range(2)]
@@ -143,7 +143,7 @@ def test_a_relu_lets_gradients_of_nan_pass(device):
 
 
 def test_traced_gate_with_a_hook(device, monkeypatch):
-    monkeypatch.setattr(mode_norm_operator, "available", lambda x: True)
+    monkeypatch.setattr(choice, "runs_operators", lambda x: True)
     torch.manual_seed(0)
     x = tensor((6, 8, 3, 3), device, torch.float32, True)
     layer = layer_for(x.shape, 3, device)

@@ -10,7 +10,7 @@ from torch import nn
 
 import modenorm
 from compare import assert_close, make_layer, run
-from modenorm.kernels import runs_triton
+from modenorm.kernels.choice import runs_triton
 from world import World
 
 pytestmark = [

@@ -15,6 +15,7 @@ from test_fused import layer_for, tensor
 
 import modenorm
 from modenorm.convert.substitutes import ModeNormAct2d
+from modenorm.kernels import choice
 from modenorm.kernels.c.library import library
 from modenorm.kernels.cpp import node as cpp_node
 from modenorm.kernels.cpp import operator as cpp_operator
@@ -276,7 +277,7 @@ LAYERS = {
 @pytest.fixture
 def traced(monkeypatch):
     """Layers as `torch.compile` has them on a GPU, but without Inductor."""
-    monkeypatch.setattr(mode_norm_operator, "available", lambda x: True)
+    monkeypatch.setattr(choice, "runs_operators", lambda x: True)
     torch.compiler.reset()
     yield lambda layer: torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=False)
     torch.compiler.reset()

@@ -8,7 +8,8 @@ from test_fused import assert_close, layer_for
 
 import modenorm
 from modenorm import ModeSparsity
-from modenorm.kernels import runs_triton, switches
+from modenorm.kernels import switches
+from modenorm.kernels.choice import runs_triton
 from modenorm.kernels.several import together
 
 SIZES = [(3,), (8, 8), (3,) * 8, (2, 5, 1), (64,) * 20]

@@ -214,7 +214,7 @@ def test_a_model_without_modes_records_nothing():
 
 def operators(function) -> Counter:
     """How often each of torch's operators is called."""
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
         function()
     names = (event.name for event in profiler.events())
     return Counter(name for name in names if name.startswith("aten::"))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modenorm.kernels import choose_backend, runs_triton
+from modenorm.kernels.choice import FUSED, choose_path, runs_triton
 from modenorm.kernels.plain import differentiate, node, only_plain
 from modenorm.kernels.several import together
 
@@ -34,7 +34,7 @@ def usage_entropy(usages: Sequence[Tensor], strength: Tensor) -> Tensor:
         usages = [u.to(first) for u in usages]
     usages = together(usages)
     strength = strength.to(first)
-    if choose_backend(first) != "fused":
+    if choose_path(first) not in FUSED:
         return _plain(strength, *usages)[0]
     value: Tensor = _node(strength, *usages)
     return value

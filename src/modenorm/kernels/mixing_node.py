@@ -17,8 +17,9 @@ from torch import Tensor
 
 from modenorm import exchange, mixing
 from modenorm.exchange import Ranks
-from modenorm.kernels import runs_c, runs_triton, torch_mixing
+from modenorm.kernels import torch_mixing
 from modenorm.kernels.c import mixing as c_mixing
+from modenorm.kernels.choice import choose_kernels
 from modenorm.kernels.mixing_arrays import Affine, Modes, Samples
 from modenorm.kernels.plain import differentiate, only_plain
 
@@ -119,12 +120,12 @@ def _merged(modes: Modes, among: _Among) -> Modes:
 
 def _parts(samples: Samples, affine: Affine, *gradients: Tensor) -> ModuleType:
     """The module whose functions serve: statistics, coefficients, and the gradients of both."""
-    if runs_triton(samples.mean):
+    kernels = choose_kernels(*samples, affine.weight, affine.bias, *gradients)
+    if kernels == "gpu":
         from modenorm.kernels.gpu import mixing as gpu_mixing
 
         return gpu_mixing if gpu_mixing.takes(samples, affine, *gradients) else torch_mixing
-    fits = runs_c(*samples, affine.weight, affine.bias, *gradients)
-    return c_mixing if fits else torch_mixing
+    return c_mixing if kernels == "c" else torch_mixing
 
 
 def _plain_mix(

@@ -33,10 +33,10 @@ class Given(NamedTuple):
         return Given(*gate, weight, bias, self.eps, self.pixel)
 
 
-def fits(x: Tensor, num_modes: int, weight: Tensor | None, bias: Tensor | None) -> bool:
+def fits(x: Tensor, given: Given) -> bool:
     """Whether the kernels take these: not too many channels, one weight and bias for each."""
-    few = x.shape[1] <= MAX_CHANNELS and can_count_gates(x, num_modes)
-    return few and all(p is None or p.shape == x.shape[1:2] for p in (weight, bias))
+    few = x.shape[1] <= MAX_CHANNELS and can_count_gates(x, len(given.gate_weight))
+    return few and all(p is None or p.shape == x.shape[1:2] for p in (given.weight, given.bias))
 
 
 def can_count_gates(x: Tensor, num_modes: int) -> bool:

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modenorm.kernels import layout, plain, runs_c, runs_triton, torch_passes
+from modenorm.kernels import layout, plain, torch_passes
 from modenorm.kernels.c import passes as c_passes
+from modenorm.kernels.choice import choose_kernels
 
 __all__ = ["affine", "moments"]
 
@@ -106,11 +107,12 @@ class _Affine(torch.autograd.Function):
 
 
 def _passes(x: Tensor, *others: Tensor) -> ModuleType:
-    if runs_triton(x):
+    kernels = choose_kernels(x, *others)
+    if kernels == "gpu":
         from modenorm.kernels.gpu import passes as gpu_passes
 
         return gpu_passes
-    return c_passes if runs_c(x, *others) else torch_passes
+    return c_passes if kernels == "c" else torch_passes
 
 
 def _along(values: Tensor, x: Tensor) -> Tensor:

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from modenorm.kernels import choose_backend, runs_c, runs_triton
 from modenorm.kernels.c import switches as c_switches
+from modenorm.kernels.choice import FUSED, choose_kernels, choose_path, runs_triton
 from modenorm.kernels.plain import differentiate, node, only_plain
 from modenorm.kernels.several import together
 
@@ -85,11 +85,11 @@ def draw_for_biases(
         biases: (K,) each, S numbers together.
     """
     others = (*biases, strength)
-    if choose_backend(log_odds) != "fused" or log_odds.dtype != torch.float32:
+    if choose_path(log_odds) not in FUSED or log_odds.dtype != torch.float32:
         return None
     if any(t.dtype != torch.float32 or t.device != log_odds.device for t in others):
         return None
-    if not runs_triton(log_odds) and not runs_c(log_odds, *others):
+    if choose_kernels(log_odds, *others) == "torch":
         return None
     cost, changes, *used = _node(log_odds, strength, random, *together(biases))
     if len(used) < len(biases):

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from modenorm.kernels import choose_backend, plain, streaming
+from modenorm.kernels import plain, streaming
+from modenorm.kernels.choice import FUSED, choose_path
 from modenorm.layers import ModeGroupNorm, ModeNorm
 from modenorm.modes.findings import DEAD_SHARE
 from modenorm.modes.recording import listening
@@ -173,7 +174,7 @@ def _largest_of(distances: Tensor, group: tuple[int, ...]) -> float:
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and variance over the positions, (N, C) each."""
-    if choose_backend(x) == "fused":
+    if choose_path(x) in FUSED:
         mean, var, *_ = streaming.moments(x)
     else:
         mean, var = plain.moments(x)

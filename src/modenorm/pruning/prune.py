@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from modenorm.convert.back import acts_as_batchnorm, turn_to_batchnorm
 from modenorm.convert.optimizers import check_optimizer
 from modenorm.convert.selection import check_model, check_unwrapped
-from modenorm.kernels import without_compiling
+from modenorm.kernels.choice import without_compiling
 from modenorm.modes.recording import mode_layers, uncompiled
 from modenorm.modes.report import evaluating, parts_of
 from modenorm.pruning.layer_view import LayerView, furthest, leave_shared, watching

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modenorm.kernels import plain, runs_c
+from modenorm.kernels import plain
 from modenorm.kernels.c.library import address, call_at, dense, floats
+from modenorm.kernels.choice import runs_c
 from modenorm.kernels.cpp import node as cpp_node
 from modenorm.kernels.layout import as_dense, dense_like, is_channels_last, laid_out
 from modenorm.kernels.mode_group_norm_arrays import Given

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from modenorm.buffers import recomputing
 from modenorm.checks import Options
-from modenorm.kernels import plain, runs_c
+from modenorm.kernels import plain
 from modenorm.kernels.c.library import address, call_at, dense, floats
+from modenorm.kernels.choice import runs_c
 from modenorm.kernels.cpp import node as cpp_node
 from modenorm.kernels.layout import as_dense, dense_like, is_channels_last, laid_out
 from modenorm.kernels.mode_norm_arrays import Found, Inputs, beside_output

@@ -8,7 +8,6 @@ what stands around the norm: the activation, the residual. Measured in docs/spee
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import torch
@@ -19,19 +18,11 @@ from modenorm.checks import Options
 from modenorm.kernels import plain
 from modenorm.kernels.cpp.operator import Work, operator
 from modenorm.kernels.gpu.slab import Slab, backward_slab, forward_slab, kept_slab
-from modenorm.kernels.layout import as_aligned, as_dense, can_count, dense_like
+from modenorm.kernels.layout import as_aligned, as_dense, dense_like
 from modenorm.kernels.mode_norm_arrays import Backward, Forward, Found, Inputs, beside_output
 from modenorm.mixing import RunningEstimates
 
-__all__ = ["available", "mode_norm"]
-
-_TRITON = importlib.util.find_spec("triton") is not None
-_TYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def available(x: Tensor) -> bool:
-    """Whether the operators serve a compiled call on this tensor."""
-    return _TRITON and x.device.type == "cuda" and x.dtype in _TYPES and can_count(x)
+__all__ = ["mode_norm"]
 
 
 def mode_norm(
