@@ -93,7 +93,6 @@ def all_launches(*owners):
 
 @pytest.mark.parametrize(("capability", "channels_last"), [(90, False), (90, True), (80, False)])
 def test_kernels_compile(capability, channels_last, monkeypatch):
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # unset, Triton 3.9 warns
     monkeypatch.setattr(launches, "can_overlap", lambda: capability >= 90)
     geometry = Geometry(8, 24, 36, channels_last, torch.bfloat16)
     owners = [Passes(geometry)]
@@ -112,7 +111,6 @@ def test_kernels_compile(capability, channels_last, monkeypatch):
 @pytest.mark.parametrize("positions", [1024, 3136])
 def test_sums_stay_in_registers(positions, monkeypatch, tmp_path):
     """The largest tiles, 64 numbers for each thread, twice; or nearly."""
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     monkeypatch.setattr(launches, "can_overlap", lambda: True)
     passes = Passes(Geometry(128, 64, positions, True, torch.bfloat16))
     for launch in (passes.moments, passes.reduce_backward, passes.reduce_cut_backward):
@@ -123,7 +121,6 @@ def test_sums_stay_in_registers(positions, monkeypatch, tmp_path):
 @pytest.mark.parametrize("num_modes", [1, 4, 8, 64], ids="K{}".format)
 @pytest.mark.parametrize("channels", [64, 1024, 2048])
 def test_mixing_stays_in_registers(channels, num_modes, monkeypatch, tmp_path):
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     monkeypatch.setattr(launches, "can_overlap", lambda: True)
     running = RunningKind(updates=True, counts_batches=True)
     kind = MixingKind(1e-5, SHARED, True, 0.1, running, has_usage=True)
@@ -135,7 +132,6 @@ def test_mixing_stays_in_registers(channels, num_modes, monkeypatch, tmp_path):
 @pytest.mark.parametrize("num_modes", [2, 3, 8], ids="K{}".format)
 def test_groups_of_modes_compile(num_modes, monkeypatch, tmp_path):
     """For as many samples as they take; nothing is spilled."""
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     monkeypatch.setattr(launches, "can_overlap", lambda: True)
     running = RunningKind(True, True, True, True)
     for affine in AFFINE:
@@ -151,7 +147,6 @@ def test_groups_of_modes_compile(num_modes, monkeypatch, tmp_path):
 @pytest.mark.parametrize("num_modes", [1, 2, 8], ids="K{}".format)
 @pytest.mark.parametrize(("capability", "channels_last"), [(90, False), (90, True), (80, False)])
 def test_evaluation_compiles(capability, channels_last, num_modes, monkeypatch):
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     monkeypatch.setattr(launches, "can_overlap", lambda: capability >= 90)
     geometry = Geometry(8, 24, 35, channels_last, torch.bfloat16)
     for affine in AFFINE:
@@ -166,7 +161,6 @@ def test_evaluation_compiles(capability, channels_last, num_modes, monkeypatch):
 @pytest.mark.parametrize("shape", [(128, 64, 1024), (256, 1024, 196), (256, 2048, 49)], ids=str)
 def test_evaluation_reads_wide(shape, channels_last, dtype, monkeypatch, tmp_path):
     """16 bytes at once, whatever the number of positions; nothing is spilled."""
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     monkeypatch.setattr(launches, "can_overlap", lambda: True)
     geometry = Geometry(*shape, channels_last, dtype)
     launch = inference_launch(geometry, 2, 1e-5, SHARED, True)
@@ -184,7 +178,6 @@ def test_evaluation_reads_wide(shape, channels_last, dtype, monkeypatch, tmp_pat
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_flat_maps_read_wide(dtype, monkeypatch, tmp_path):
     """Rows of 49 numbers, 16 bytes at once; nothing is spilled."""
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     monkeypatch.setattr(launches, "can_overlap", lambda: True)
     passes = Passes(Geometry(256, 2048, 49, False, dtype))
     for launch, tensors in ((passes.apply, 1), (passes.apply_backward, 2)):
@@ -202,7 +195,6 @@ RAGGED = [(49, torch.bfloat16), (49, torch.float32), (196, torch.bfloat16)]
 @pytest.mark.parametrize(("positions", "dtype"), RAGGED, ids=str)
 def test_sums_over_ragged_rows_read_wide(positions, dtype, monkeypatch, tmp_path):
     """16 bytes at once; Triton 3.9 spills two numbers in a case."""
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     monkeypatch.setattr(launches, "can_overlap", lambda: True)
     geometry = Geometry(256, 2048, positions, False, dtype)
     passes, lines = Passes(geometry), lines_for(geometry)
@@ -217,7 +209,6 @@ def test_sums_over_ragged_rows_read_wide(positions, dtype, monkeypatch, tmp_path
 
 @pytest.mark.parametrize("affine", AFFINE, ids=str)
 def test_parts_of_the_mixing_compile(affine, monkeypatch):
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     monkeypatch.setattr(launches, "can_overlap", lambda: True)
     parts = gpu_mixing._launches.__wrapped__((8, 24, 3), 1e-5, affine, 0, True)
     for launch in all_launches(parts):
@@ -226,7 +217,6 @@ def test_parts_of_the_mixing_compile(affine, monkeypatch):
 
 @pytest.mark.parametrize(("layers", "modes"), [(1, 2), (2, 8), (8, 64), (1, 424)])
 def test_entropies_compile(layers, modes, monkeypatch):
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     monkeypatch.setattr(launches, "can_overlap", lambda: True)
     sizes = (layers, modes, modes, 1e-30)
     launch = launch_for.__wrapped__(gpu_entropy._entropies_kernel, sizes, (), 0, True)
@@ -236,7 +226,6 @@ def test_entropies_compile(layers, modes, monkeypatch):
 
 @pytest.mark.parametrize(("layers", "modes"), [(1, 2), (2, 8), (8, 64), (1, 424)])
 def test_switches_compile(layers, modes, monkeypatch):
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     monkeypatch.setattr(launches, "can_overlap", lambda: True)
     draw, back = gpu_switches._draw_kernel, gpu_switches._draw_backward_kernel
     for kernel, sizes, constants in (
@@ -251,7 +240,6 @@ def test_switches_compile(layers, modes, monkeypatch):
 @pytest.mark.parametrize(("capability", "samples"), [(90, 128), (90, 256), (80, 128)])
 def test_batch_norms_compile(capability, samples, relu, monkeypatch, tmp_path):
     """Between the passes; nothing is spilled."""
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     monkeypatch.setattr(launches, "can_overlap", lambda: capability >= 90)
     geometry = Geometry(samples, 192, 64, True, torch.bfloat16)
     plan = batch_norm.Plan(geometry, 1e-5, 0.1, relu, True)
@@ -273,7 +261,6 @@ STRIDED = [(2, 16, 32, 32), (2, 32, 64, 16), (2, 64, 64, 17)]
 )
 def test_narrow_convolutions_compile(capability, stride, c_in, c_out, side, monkeypatch, tmp_path):
     """Matrix instructions, asynchronous copies, no more shared memory than an sm_80 has."""
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     monkeypatch.setattr(launches, "can_overlap", lambda: capability >= 90)
     plan = [(128, c_in, side, side), (c_out, c_in, 3, 3), (9 * c_in, 1, 3 * c_in, c_in)]
     if stride == 1:
@@ -301,7 +288,6 @@ def test_narrow_convolutions_compile(capability, stride, c_in, c_out, side, monk
 )
 def test_pooling_compiles(capability, channels, side, monkeypatch, tmp_path):
     """Eight channels per load and store, in registers of which six programs find enough."""
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     monkeypatch.setattr(launches, "can_overlap", lambda: capability >= 90)
     shape = (128, channels, side, side)
     for make in (max_pool.pool_launch, max_pool.unpool_launch, avg_pool.spread_launch):
@@ -328,7 +314,6 @@ def test_small_convolutions_compile(
     capability, channels, side, stride, padding, monkeypatch, tmp_path
 ):
     """Products of float32, in registers of which 12 warps find enough; threads share nothing."""
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     monkeypatch.setattr(launches, "can_overlap", lambda: capability >= 90)
     after = (side + 2 * padding - 5) // stride + 1
     shape, result = (512, channels[0], side, side), (512, channels[1], after, after)
@@ -359,7 +344,6 @@ STEMS = [(192, 5, 1, 32), (64, 7, 2, 64), (16, 3, 1, 32), (64, 3, 1, 32)]
 @pytest.mark.parametrize(("channels", "taps", "stride", "side"), STEMS)
 def test_first_convolutions_compile(channels, taps, stride, side, images, monkeypatch, tmp_path):
     """One load for each number of a window, matrix instructions, hardly anything spilled."""
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     monkeypatch.setattr(launches, "can_overlap", lambda: True)
     plan = [(128, 3, side, side), (channels, 3, taps, taps)]
     plan += [(3 * taps**2, 1, 3 * taps, 3), stride, taps // 2]
@@ -378,7 +362,6 @@ def test_first_convolutions_compile(channels, taps, stride, side, images, monkey
 
 
 def test_first_convolutions_compile_for_others(monkeypatch):
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     monkeypatch.setattr(launches, "can_overlap", lambda: False)
     plan = [(128, 3, 32, 32), (64, 3, 3, 3), (27, 9, 3, 1), 1, 1]
     for launch in (stem_conv.conv_launch(*plan), *stem_conv.wgrad_launches(*plan)[:2]):

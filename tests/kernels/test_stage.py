@@ -42,6 +42,22 @@ NUMBERS = itertools.count(1000, 1000)
 """Of operators, for each stand-in: C++ never forgets a call."""
 
 
+PARAMETERS = {
+    "*fp32": ".param .u64 .ptr .global .align 1 p",
+    "i32": ".param .u32 p",
+    "i64": ".param .u64 p",
+    "fp32": ".param .f32 p",
+}
+"""How a kernel's code declares what it takes, by its kind."""
+PLAIN = {
+    "global_scratch_size": 0,
+    "profile_scratch_size": 0,
+    "launch_cooperative_grid": False,
+    "num_ctas": 1,
+}
+"""What Triton says of kernels without extras."""
+
+
 class Attribute(ctypes.Structure):
     _fields_ = (("id", U32), ("padding", U32), ("on", ctypes.c_int32), ("rest", U32 * 15))
 
@@ -64,6 +80,7 @@ class StandIn:
         self.kernels, self.arrays, self.log, self.error = {}, (), [], 0
         self.in_cpp = False  # whose other arrays are all of float32
         self.repeated = 0
+        self.said, self.more = PLAIN, ["*fp32", "*fp32"]  # of a kernel; arguments after its own
         kind = ctypes.CFUNCTYPE(
             ctypes.c_int, ctypes.POINTER(Config), ADDRESS, ctypes.POINTER(ADDRESS), ADDRESS
         )
@@ -72,7 +89,6 @@ class StandIn:
         monkeypatch.setattr(stage, "_driver", lambda: address)
         monkeypatch.setattr(stage, "interpreting", lambda: False)
         monkeypatch.setattr(stage, "current_stream", lambda x: 7)
-        monkeypatch.setattr(stage, "DRIVER_IS_KNOWN", True)
         for module in (gpu_mode_norm, gpu_mode_group_norm, cpp_operator):
             monkeypatch.setattr(module, "current_stream", lambda x: 7)
         one_by_one, all_at_once = launch.Launch.__call__, stage.Stage.__call__
@@ -125,13 +141,17 @@ class StandIn:
             kinds.append("constexpr" if name.isupper() or value == 1 else number)
         function = 1000 + len(self.kernels)
         self.kernels[function] = this, kinds
-        run = types.SimpleNamespace(
-            global_scratch_size=0, profile_scratch_size=0, launch_pdl=len(self.kernels) % 2
+        metadata = types.SimpleNamespace(
+            num_warps=this.options["num_warps"],
+            shared=48,
+            launch_pdl=len(self.kernels) % 2,
+            **self.said,
         )
+        taken = [kind for kind in kinds if kind != "constexpr"] + self.more
+        head = f".visible .entry kernel({', '.join(PARAMETERS[kind] for kind in taken)}) {{"
         source = types.SimpleNamespace(signature=dict(enumerate(kinds)))
-        metadata = (this.options["num_warps"], 1, 48)
         return types.SimpleNamespace(
-            function=function, packed_metadata=metadata, run=run, src=source
+            function=function, metadata=metadata, src=source, asm={"ptx": head}
         )
 
     def run(self, config, function, arguments, extra):
@@ -140,7 +160,7 @@ class StandIn:
         assert tuple(config.grid) == this.grid
         assert tuple(config.block) == (32 * this.options["num_warps"], 1, 1)
         assert (config.shared, config.stream, extra) == (48, 7, None)
-        assert config.count == this.compiled.run.launch_pdl
+        assert config.count == this.compiled.metadata.launch_pdl
         assert (config.attributes[0].id, config.attributes[0].on) == (6, 1)
         passed = iter(range(len(kinds)))
         if self.error:
@@ -324,6 +344,35 @@ def test_operators_on_another_gpu(stand_in, monkeypatch):
     for _ in range(3):
         mode_norm_operator.statistics(*given, 1e-5, 0.1, False, False)
     assert next(remembered) == stand_in.repeated == 0
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"global_scratch_size": 128},
+        {"profile_scratch_size": 8},
+        {"launch_cooperative_grid": True},
+        {"num_ctas": 2},
+        None,
+    ],
+    ids=str,
+)
+def test_kernels_with_extras_go_one_by_one(stand_in, said):
+    """C would not know what to give them; nor where Triton says less than it does now."""
+    stand_in.said = {} if said is None else PLAIN | said
+    check_one_by_one(stand_in)
+
+
+@pytest.mark.parametrize("more", [["*fp32"], ["*fp32"] * 3, ["i32", "*fp32"]], ids=str)
+def test_kernels_with_other_arguments_go_one_by_one(stand_in, more):
+    stand_in.more = more
+    check_one_by_one(stand_in)
+
+
+def check_one_by_one(stand_in):
+    layer, x = modenorm.ModeNorm2d(6), torch.randn(5, 6, 3, 4)
+    first = step(layer, x, x)
+    check(stand_in, first, step(layer, x, x), [])
 
 
 def test_a_thread_without_context(stand_in, monkeypatch):

@@ -21,7 +21,7 @@ from modenorm.kernels.layout import interpreting
 __all__ = ["DRIVER_IS_KNOWN", "Launch", "Pointer", "Recorder"]
 
 DRIVER_IS_KNOWN = triton.__version__.startswith("3.6.")
-"""Whether kernels are handed to the driver directly, and arrays as addresses."""
+"""Whether single kernels are handed to the driver directly, and arrays as addresses."""
 MOST_SMALL_PROGRAMS = 1 << 14
 """More programs than this, of few warps each, start faster if they do not overlap others."""
 
@@ -62,7 +62,8 @@ class Launch:
         few = num_warps >= 4 or math.prod(grid) <= MOST_SMALL_PROGRAMS
         overlaps = few and can_overlap()
         self.tail = (*sizes, *constants, overlaps)
-        self.options: dict[str, object] = {"num_warps": num_warps}
+        # Triton 3.10 leaves out fused multiply-adds unless asked for them
+        self.options: dict[str, object] = {"num_warps": num_warps, "enable_fp_fusion": True}
         if overlaps:
             self.options["launch_pdl"] = True
         self.direct = direct and not interpreting()

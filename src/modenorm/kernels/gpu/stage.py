@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import re
 import struct
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,6 +29,10 @@ __all__ = ["Part", "Sequence", "Split", "Stage", "Stream", "node_of"]
 DRIVER = "libcuda.so.1"
 INVALID_CONTEXT = 201
 """The driver's error where a thread has no context."""
+PACKED = {"i32": "<i4x", "i64": "<q", "fp32": "<f4x"}
+"""A number as a kernel reads it, in the lowest of eight bytes."""
+BITS = {"i32": 32, "fp32": 32}
+"""Of numbers; i64 and addresses have 64."""
 Arrays = Any
 """A named tuple of tensors, or None where there is none; or of the slots that stand for them."""
 Stream = int | Recorder
@@ -46,7 +51,7 @@ class Stage:
     """
 
     def __init__(self, direct: bool, *parts: Part) -> None:
-        self.direct = direct and DRIVER_IS_KNOWN and not interpreting()
+        self.direct = direct and not interpreting()
         self.parts = parts
         self.warm = False
         self.sequence: Sequence | None = None
@@ -61,7 +66,8 @@ class Stage:
         if self.sequence is not None:
             self.sequence(stream, [0 if a is None else a.data_ptr() for a in arrays])
             return
-        split = Slab.addresses if self.warm and self.direct else Slab.tensors
+        addresses = self.warm and self.direct and DRIVER_IS_KNOWN
+        split = Slab.addresses if addresses else Slab.tensors
         for part in self.parts:
             part(stream, split, arrays)
         if self.direct and not self.warm:
@@ -135,6 +141,7 @@ class Sequence:
     def __init__(self, driver: int, launches: list[tuple[Launch, tuple[Any, ...]]], arrays: int):
         kernels = [_kernel(launch, slots) for launch, slots in launches]
         arguments = [a for launch, slots in launches for a in _arguments(launch, slots)]
+        self._launches = launches  # Triton unloads kernels that nobody holds
         self._kernels = (_Kernel * len(kernels))(*kernels)
         self._arguments = (_Argument * len(arguments))(*arguments)
         self._sequence = _Sequence(driver, self._kernels, len(kernels), self._arguments)
@@ -144,11 +151,11 @@ class Sequence:
 
     @classmethod
     def of(cls, recorder: Recorder, arrays: int) -> Sequence | None:
-        """What was recorded, if the driver and the C code are there to run it."""
+        """What was recorded, if the driver and the C code can run it."""
         driver = _driver()
-        runs = (launch.compiled.run for launch, _ in recorder.launches)
-        scratch = any(run.global_scratch_size or run.profile_scratch_size for run in runs)
-        if driver is None or scratch or library().library is None:
+        if driver is None or library().library is None:
+            return None
+        if not all(_is_plain(launch.compiled) for launch, _ in recorder.launches):
             return None
         return cls(driver, recorder.launches, arrays)
 
@@ -179,13 +186,28 @@ def _enter_context() -> None:
     cuda.cuCtxSetCurrent(context)
 
 
+def _is_plain(compiled: Any) -> bool:
+    """Whether a kernel takes just its arguments and two addresses of scratch memory, unused.
+
+    Some versions of Triton may add to that; the kernel's code tells.
+    """
+    try:
+        data, code = compiled.metadata, compiled.asm["ptx"]
+        special = data.global_scratch_size or data.profile_scratch_size
+        special = special or data.launch_cooperative_grid or data.num_ctas > 1
+    except (AttributeError, KeyError):
+        return False
+    head = code.partition(".entry")[2].partition(")")[0]
+    taken = [int(bits) for bits in re.findall(r"\.param \.[a-z]+(\d+)", head)]
+    kinds = [kind for kind in compiled.src.signature.values() if kind != "constexpr"]
+    return not special and taken == [*(BITS.get(kind, 64) for kind in kinds), 64, 64]
+
+
 def _kernel(launch: Launch, slots: tuple[Any, ...]) -> _Kernel:
-    compiled, count = launch.compiled, sum(1 for _ in _arguments(launch, slots))
-    num_warps, num_blocks, shared = compiled.packed_metadata
-    assert num_blocks == 1
-    overlaps = bool(compiled.run.launch_pdl)
-    grid = (ctypes.c_uint32 * 3)(*launch.grid)
-    return _Kernel(compiled.function, grid, 32 * num_warps, shared, overlaps, count)
+    compiled, grid = launch.compiled, (ctypes.c_uint32 * 3)(*launch.grid)
+    data, count = compiled.metadata, sum(1 for _ in _arguments(launch, slots))
+    threads, overlaps = 32 * data.num_warps, bool(data.launch_pdl)
+    return _Kernel(compiled.function, grid, threads, data.shared, overlaps, count)
 
 
 def _arguments(launch: Launch, slots: tuple[Any, ...]) -> Iterator[_Argument]:
@@ -195,15 +217,10 @@ def _arguments(launch: Launch, slots: tuple[Any, ...]) -> Iterator[_Argument]:
         if isinstance(value, Slot):
             yield _Argument(value.base, value.offset)
         elif kind != "constexpr":
-            yield _Argument(-1, _bits(kind, value))
+            packed = struct.pack(PACKED[kind], value)
+            yield _Argument(-1, int.from_bytes(packed, "little"))
     yield _Argument(-1, 0)
     yield _Argument(-1, 0)
-
-
-def _bits(kind: str, value: float) -> int:
-    """A number as the kernel reads it, in the lowest bytes."""
-    packed = struct.pack({"i32": "<i4x", "i64": "<q", "fp32": "<f4x"}[kind], value)
-    return int.from_bytes(packed, "little")
 
 
 @functools.cache
