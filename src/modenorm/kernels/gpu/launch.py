@@ -62,7 +62,7 @@ class Launch:
         few = num_warps >= 4 or math.prod(grid) <= MOST_SMALL_PROGRAMS
         overlaps = few and can_overlap()
         self.tail = (*sizes, *constants, overlaps)
-        # Triton 3.10 leaves out fused multiply-adds unless asked for them
+        # Triton 3.9 warns that a later one makes fused multiply-adds only if asked to
         self.options: dict[str, object] = {"num_warps": num_warps, "enable_fp_fusion": True}
         if overlaps:
             self.options["launch_pdl"] = True
