@@ -101,7 +101,7 @@ def test_kernels_compile(capability, channels_last, monkeypatch):
         owners.append(Mixing(8, 24, 36, 3, kind, True))
         owners.append(ChannelMixing(8, 24, 36, 3, 1e-5, True, SHARED, True))
     found = all_launches(*owners)
-    assert len(found) == (7 if channels_last else 22)
+    assert len(found) == (7 if channels_last else 23)
     for launch in found:
         ptx = compile_for(launch, capability).asm["ptx"]
         assert ("griddepcontrol.wait" in ptx) == (capability >= 90), launch.kernel.__name__
@@ -127,6 +127,21 @@ def test_mixing_stays_in_registers(channels, num_modes, monkeypatch, tmp_path):
     mixing = Mixing(256, channels, 49, num_modes, kind, True)
     for launch in all_launches(mixing):
         assert resources(compile_for(launch, 90), tmp_path)["STACK"] == 0, launch.kernel.__name__
+
+
+@pytest.mark.parametrize("num_modes", [1, 8], ids="K{}".format)
+def test_mixing_reads_before_it_waits(num_modes, monkeypatch):
+    """What is older than the launch before, if that is known."""
+    monkeypatch.setattr(launches, "can_overlap", lambda: True)
+    kind = MixingKind(1e-5, SHARED, True, 0.1, RunningKind(updates=True), False)
+    chain, parts = (Mixing(256, 1024, 49, num_modes, kind, True, yes) for yes in (True, False))
+    for name in ("statistics", "coefficients", "modes_backward", "samples_backward"):
+        for mixing in (chain, parts):
+            launch = getattr(mixing, name)
+            launch = launch[False, False] if isinstance(launch, dict) else launch
+            before, _, after = compile_for(launch, 90).asm["ptx"].partition("griddepcontrol.wait")
+            assert ("ld.global" in before) == (mixing is chain), name
+            assert "st.global" not in before, name
 
 
 @pytest.mark.parametrize("num_modes", [2, 3, 8], ids="K{}".format)

@@ -17,7 +17,6 @@ __all__ = [
     "can_overlap",
     "end_beside",
     "from_end",
-    "load_affine",
     "load_rows",
 ]
 
@@ -37,7 +36,9 @@ def can_overlap() -> bool:
 def begin(OVERLAPS: tl.constexpr):
     """Wait for the results of the kernel before, and let the one after get ready.
 
-    Every kernel calls it before its first load or store; `Launch` decides whether it overlaps.
+    Every kernel calls it before its first store. What is read before may run beside the kernel
+    before, and has to be older than that: it is, if that kernel comes right before this one and
+    has begun with this function too. `Launch` decides whether a kernel overlaps.
     """
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()
@@ -72,13 +73,3 @@ def load_rows(ptr, rows, channels, mask_rows, mask_c, num_channels):
     """A tile of an array with one column per channel."""
     mask = mask_rows[:, None] & mask_c[None, :]
     return tl.load(ptr + rows[:, None] * num_channels + channels[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def load_affine(ptr, channels, mask_c, offs_kc, mask_kc, PER_MODE: tl.constexpr):
-    """A weight or bias, (1, C), or (K, C) if there is one per mode."""
-    if PER_MODE:
-        values = tl.load(ptr + offs_kc, mask=mask_kc, other=0.0)
-    else:
-        values = tl.load(ptr + channels[None, :], mask=mask_c[None, :], other=0.0)
-    return values

@@ -136,4 +136,4 @@ def _launches(
     direct: bool,
 ) -> Mixing:
     num_samples, num_channels, num_modes = sizes
-    return Mixing(num_samples, num_channels, 1, num_modes, MixingKind(eps, affine), direct)
+    return Mixing(num_samples, num_channels, 1, num_modes, MixingKind(eps, affine), direct, False)

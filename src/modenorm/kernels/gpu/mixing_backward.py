@@ -14,7 +14,6 @@ from modenorm.kernels.gpu.common import (
     begin,
     begin_beside,
     end_beside,
-    load_affine,
     load_rows,
 )
 
@@ -47,12 +46,16 @@ def modes_backward_kernel(
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PER_MODE: tl.constexpr,
+    CHAINED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Gradients of one mode's statistics in a block of channels."""
-    begin(OVERLAPS)
+    """Gradients of one mode's statistics in a block of channels.
+
+    If CHAINED, after the launch that sums A and D.
+    """
+    begin(OVERLAPS and not CHAINED)
     mode = tl.program_id(1)
     channels = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask_c = channels < num_channels
@@ -64,10 +67,17 @@ def modes_backward_kernel(
     if HAS_WEIGHT:
         offs = offs_kc if PER_MODE else channels
         weight = tl.load(weight_ptr + offs, mask=mask_c, other=0.0)
-    sums_t = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
-    sums_e = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
-    sums_d = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
-    for start in range(0, num_samples, BLOCK_N):
+    # the first tile is often the only one
+    samples = tl.arange(0, BLOCK_N)
+    mask_n = samples < num_samples
+    mean = load_rows(mean_ptr, samples, channels, mask_n, mask_c, num_channels)
+    gates = tl.load(gates_ptr + samples * num_modes + mode, mask=mask_n, other=0.0)[:, None]
+    begin(OVERLAPS and CHAINED)
+    dscale = load_rows(dscale_ptr, samples, channels, mask_n, mask_c, num_channels)
+    sums_d = load_rows(dshift_ptr, samples, channels, mask_n, mask_c, num_channels)
+    sums_t = gates * (dscale + sums_d * (mean - mode_mean[None, :]))
+    sums_e = gates * sums_d
+    for start in range(BLOCK_N, num_samples, BLOCK_N):
         samples = start + tl.arange(0, BLOCK_N)
         mask_n = samples < num_samples
         mean = load_rows(mean_ptr, samples, channels, mask_n, mask_c, num_channels)
@@ -140,13 +150,17 @@ def samples_backward_kernel(
     HAS_GATE: tl.constexpr,
     OF_GATES: tl.constexpr,
     OF_USAGE: tl.constexpr,
+    CHAINED: tl.constexpr,
     SINGLE: tl.constexpr,  # one tile holds all channels
     BLOCK_K: tl.constexpr,
     BLOCK_C: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """One sample's gate gradients, then its moments' gradients as the coefficients of dx."""
-    begin(OVERLAPS)
+    """One sample's gate gradients, then its moments' gradients as the coefficients of dx.
+
+    If CHAINED, after the launch of the modes' gradients.
+    """
+    begin(OVERLAPS and not CHAINED)
     sample = tl.program_id(0)
     modes = tl.arange(0, BLOCK_K)
     mask_k = modes < num_modes
@@ -159,26 +173,29 @@ def samples_backward_kernel(
     dshift_ptr += sample * num_channels
     scale_ptr += sample * num_channels
     channels = tl.arange(0, BLOCK_C)
-    if SINGLE:
-        terms, scale, slope, pull = _of_tile(
-            channels, modes, mask_k, gates, mean_ptr, var_ptr, mode_mean_ptr, mode_var_ptr, u_ptr,
-            s_ptr, weight_ptr, bias_ptr, dscale_ptr, dshift_ptr, num_channels, eps,
-            HAS_WEIGHT, HAS_BIAS, PER_MODE,
+    terms, scale, slope, pull = _of_tile(
+        channels, modes, mask_k, gates, mean_ptr, var_ptr, mode_mean_ptr, mode_var_ptr, u_ptr,
+        s_ptr, weight_ptr, bias_ptr, dscale_ptr, dshift_ptr, num_channels, eps,
+        HAS_WEIGHT, HAS_BIAS, PER_MODE, OVERLAPS and CHAINED,
+    )  # fmt: skip
+    if not SINGLE:
+        tl.debug_barrier()  # A and D have been read
+        _store_lines(
+            channels, scale, slope, pull, scale_ptr, dscale_ptr, dshift_ptr, num_channels,
+            num_positions,
         )  # fmt: skip
-    else:
-        terms = tl.zeros([BLOCK_K, BLOCK_C], tl.float32)
-        for start in range(0, num_channels, BLOCK_C):
-            more = start + channels
+        for start in range(BLOCK_C, num_channels, BLOCK_C):
             found, scale, slope, pull = _of_tile(
-                more, modes, mask_k, gates, mean_ptr, var_ptr, mode_mean_ptr, mode_var_ptr, u_ptr,
-                s_ptr, weight_ptr, bias_ptr, dscale_ptr, dshift_ptr, num_channels, eps,
-                HAS_WEIGHT, HAS_BIAS, PER_MODE,
+                start + channels, modes, mask_k, gates, mean_ptr, var_ptr, mode_mean_ptr,
+                mode_var_ptr, u_ptr, s_ptr, weight_ptr, bias_ptr, dscale_ptr, dshift_ptr,
+                num_channels, eps, HAS_WEIGHT, HAS_BIAS, PER_MODE, False,
             )  # fmt: skip
             terms += found
-            tl.debug_barrier()  # A and D have been read
-            tl.store(scale_ptr + more, scale, mask=more < num_channels)
-            tl.store(dscale_ptr + more, slope * (2.0 / num_positions), mask=more < num_channels)
-            tl.store(dshift_ptr + more, pull / num_positions, mask=more < num_channels)
+            tl.debug_barrier()
+            _store_lines(
+                start + channels, scale, slope, pull, scale_ptr, dscale_ptr, dshift_ptr,
+                num_channels, num_positions,
+            )  # fmt: skip
     dgates = tl.sum(terms, 1)
     if OF_GATES:
         dgates += tl.load(dused_ptr + sample * num_modes + modes, mask=mask_k, other=0.0)
@@ -191,15 +208,34 @@ def samples_backward_kernel(
     if SINGLE:
         if HAS_GATE:
             pull += _by_gate(channels, modes, mask_k, dlogits, gate_weight_ptr, num_channels)
-        tl.store(scale_ptr + channels, scale, mask=channels < num_channels)
-        tl.store(dscale_ptr + channels, slope * (2.0 / num_positions), mask=channels < num_channels)
-        tl.store(dshift_ptr + channels, pull / num_positions, mask=channels < num_channels)
+        _store_lines(
+            channels, scale, slope, pull, scale_ptr, dscale_ptr, dshift_ptr, num_channels,
+            num_positions,
+        )  # fmt: skip
     elif HAS_GATE:
         for start in range(0, num_channels, BLOCK_C):
             more = start + channels
             pull = _by_gate(more, modes, mask_k, dlogits, gate_weight_ptr, num_channels)
             offset = tl.load(dshift_ptr + more, mask=more < num_channels, other=0.0)
             tl.store(dshift_ptr + more, offset + pull / num_positions, mask=more < num_channels)
+
+
+@triton.jit
+def _store_lines(
+    channels,
+    scale,
+    slope,
+    pull,
+    scale_ptr,
+    dscale_ptr,
+    dshift_ptr,
+    num_channels,
+    num_positions,
+):
+    """The coefficients of dx in some channels, two of them in place of A and D."""
+    tl.store(scale_ptr + channels, scale, mask=channels < num_channels)
+    tl.store(dscale_ptr + channels, slope * (2.0 / num_positions), mask=channels < num_channels)
+    tl.store(dshift_ptr + channels, pull / num_positions, mask=channels < num_channels)
 
 
 @triton.jit
@@ -223,6 +259,7 @@ def _of_tile(
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PER_MODE: tl.constexpr,
+    WAITS: tl.constexpr,
 ):
     """Of some channels: terms of the gates' gradients (K, C), scale, dv, and dm but for the gate's.
 
@@ -235,14 +272,18 @@ def _of_tile(
     mode_var = tl.load(mode_var_ptr + offs, mask=mask, other=0.0)
     inverse = tl.rsqrt(mode_var + eps)
     if HAS_WEIGHT:
-        inverse *= load_affine(weight_ptr, channels, mask_c, offs, mask, PER_MODE)
-    u = tl.load(u_ptr + offs, mask=mask, other=0.0)
-    s = tl.load(s_ptr + offs, mask=mask, other=0.0)
+        if PER_MODE:
+            inverse *= tl.load(weight_ptr + offs, mask=mask, other=0.0)
+        else:
+            inverse *= tl.load(weight_ptr + channels, mask=mask_c, other=0.0)[None, :]
     row, mask_row = channels[None, :], mask_c[None, :]
     apart = tl.load(mean_ptr + row, mask=mask_row, other=0.0) - mode_mean
     var = tl.load(var_ptr + row, mask=mask_row, other=0.0)
     dscale = tl.load(dscale_ptr + row, mask=mask_row, other=0.0)
     dshift = tl.load(dshift_ptr + row, mask=mask_row, other=0.0)
+    begin(WAITS)
+    u = tl.load(u_ptr + offs, mask=mask, other=0.0)
+    s = tl.load(s_ptr + offs, mask=mask, other=0.0)
     terms = inverse * (dscale + dshift * apart) + u * apart + s * (var + apart * apart - mode_var)
     if HAS_BIAS and PER_MODE:
         terms += dshift * tl.load(bias_ptr + offs, mask=mask, other=0.0)

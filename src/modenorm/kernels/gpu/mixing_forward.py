@@ -21,16 +21,24 @@ def gates_kernel(
     num_channels,
     num_modes,
     HAS_GATE: tl.constexpr,
+    SINGLE: tl.constexpr,  # one tile holds all channels
     BLOCK_K: tl.constexpr,
     BLOCK_C: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """softmax(W m + b) of one sample, and whether gates and its part of variances are finite."""
-    begin(OVERLAPS)
+    """softmax(W m + b) of one sample, and whether gates and its part of variances are finite.
+
+    After the launch of the moments.
+    """
     sample = tl.program_id(0)
     modes = tl.arange(0, BLOCK_K)
     mask_k = modes < num_modes
     gates_ptrs = gates_ptr + sample * num_modes + modes
+    if HAS_GATE and SINGLE:
+        channels = tl.arange(0, BLOCK_C)
+        mask_c = channels < num_channels
+        weight = load_rows(gate_weight_ptr, modes, channels, mask_k, mask_c, num_channels)
+    begin(OVERLAPS)
     if HAS_GATE:
         bias = tl.load(gate_bias_ptr + modes, mask=mask_k, other=0.0)
     else:
@@ -45,9 +53,10 @@ def gates_kernel(
         most = (4.0 * mean * mean + var) * tl.num_programs(0)  # of the sums in statistics_kernel
         bad += tl.where(most < float("inf"), 0.0, 1.0)
         if HAS_GATE:
-            offs = modes[:, None] * num_channels + channels[None, :]
-            mask = mask_k[:, None] & mask_c[None, :]
-            weight = tl.load(gate_weight_ptr + offs, mask=mask, other=0.0)
+            if not SINGLE:
+                offs = modes[:, None] * num_channels + channels[None, :]
+                mask = mask_k[:, None] & mask_c[None, :]
+                weight = tl.load(gate_weight_ptr + offs, mask=mask, other=0.0)
             sums += weight * mean[None, :]
     if HAS_GATE:
         logits = tl.sum(sums, 1) + bias
@@ -83,12 +92,16 @@ def statistics_kernel(
     HAS_TRACKED: tl.constexpr,
     HAS_SHARE: tl.constexpr,
     HAS_USAGE: tl.constexpr,
+    CHAINED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Mean and variance of one mode in a block of channels, and its running update."""
-    begin(OVERLAPS)
+    """Mean and variance of one mode in a block of channels, and its running update.
+
+    If CHAINED, after the launch of the gates.
+    """
+    begin(OVERLAPS and not CHAINED)
     mode = tl.program_id(1)
     channels = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask_c = channels < num_channels
@@ -98,18 +111,21 @@ def statistics_kernel(
         old_mean = tl.load(running_mean_ptr + offs, mask=mask_c, other=0.0)
         old_var = tl.load(running_var_ptr + offs, mask=mask_c, other=0.0)
     # the first tile, often the only one, is kept for the second sum
-    gates, finites, mean = _of_samples(
-        samples, mode, channels, mask_c, gates_ptr, finite_ptr, mean_ptr,
-        num_samples, num_channels, num_modes, UPDATE,
-    )  # fmt: skip
-    var = load_rows(var_ptr, samples, channels, samples < num_samples, mask_c, num_channels)
+    mask_n = samples < num_samples
+    mean = load_rows(mean_ptr, samples, channels, mask_n, mask_c, num_channels)
+    var = load_rows(var_ptr, samples, channels, mask_n, mask_c, num_channels)
+    begin(OVERLAPS and CHAINED)
+    gates, finites = _of_samples(
+        samples, mode, gates_ptr, finite_ptr, num_samples, num_modes, UPDATE
+    )
     masses = gates
     sums = gates[:, None] * mean
     for start in range(BLOCK_N, num_samples, BLOCK_N):
-        more, flags, means = _of_samples(
-            start + samples, mode, channels, mask_c, gates_ptr, finite_ptr, mean_ptr,
-            num_samples, num_channels, num_modes, UPDATE,
-        )  # fmt: skip
+        mask_n = start + samples < num_samples
+        means = load_rows(mean_ptr, start + samples, channels, mask_n, mask_c, num_channels)
+        more, flags = _of_samples(
+            start + samples, mode, gates_ptr, finite_ptr, num_samples, num_modes, UPDATE
+        )
         masses += more
         sums += more[:, None] * means
         finites = tl.minimum(finites, flags)
@@ -119,11 +135,11 @@ def statistics_kernel(
     apart = mean - mode_mean[None, :]
     sums = gates[:, None] * (var + apart * apart)
     for start in range(BLOCK_N, num_samples, BLOCK_N):
-        more, _, means = _of_samples(
-            start + samples, mode, channels, mask_c, gates_ptr, finite_ptr, mean_ptr,
-            num_samples, num_channels, num_modes, False,
-        )  # fmt: skip
         mask_n = start + samples < num_samples
+        means = load_rows(mean_ptr, start + samples, channels, mask_n, mask_c, num_channels)
+        more, _ = _of_samples(
+            start + samples, mode, gates_ptr, finite_ptr, num_samples, num_modes, False
+        )
         variances = load_rows(var_ptr, start + samples, channels, mask_n, mask_c, num_channels)
         apart = means - mode_mean[None, :]
         sums += more[:, None] * (variances + apart * apart)
@@ -159,26 +175,14 @@ def moved_estimates(old_mean, old_var, mode_mean, mode_var, rate):
 
 
 @triton.jit
-def _of_samples(
-    samples,
-    mode,
-    channels,
-    mask_c,
-    gates_ptr,
-    finite_ptr,
-    mean_ptr,
-    num_samples,
-    num_channels,
-    num_modes,
-    FLAGS: tl.constexpr,
-):
-    """Gates of a mode, flags of finite samples, and means of a block of channels."""
+def _of_samples(samples, mode, gates_ptr, finite_ptr, num_samples, num_modes, FLAGS: tl.constexpr):
+    """Gates of a mode, and flags of finite samples."""
     mask_n = samples < num_samples
     gates = tl.load(gates_ptr + samples * num_modes + mode, mask=mask_n, other=0.0)
     flags = tl.full(samples.shape, 1.0, tl.float32)
     if FLAGS:
         flags = tl.load(finite_ptr + samples, mask=mask_n, other=1.0)
-    return gates, flags, load_rows(mean_ptr, samples, channels, mask_n, mask_c, num_channels)
+    return gates, flags
 
 
 @triton.jit
@@ -234,13 +238,17 @@ def coefficients_kernel(
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PER_MODE: tl.constexpr,
+    CHAINED: tl.constexpr,
     NUM_MODES: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Scale and shift of a block of samples and channels."""
-    begin(OVERLAPS)
+    """Scale and shift of a block of samples and channels.
+
+    If CHAINED, after the launch of the statistics, or of the gates of an evaluation.
+    """
+    begin(OVERLAPS and not CHAINED)
     samples = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     channels = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     mask_n, mask_c = samples < num_samples, channels < num_channels
@@ -250,6 +258,7 @@ def coefficients_kernel(
     shift = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
     if HAS_BIAS and not PER_MODE:
         shift += tl.load(bias_ptr + channels, mask=mask_c, other=0.0)
+    begin(OVERLAPS and CHAINED)
     if NUM_MODES <= 8:
         for mode in tl.static_range(NUM_MODES):
             scale, shift = _add_mode(

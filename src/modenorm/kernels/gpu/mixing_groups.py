@@ -40,22 +40,25 @@ def group_statistics_kernel(
     HAS_TRACKED: tl.constexpr,
     HAS_SHARE: tl.constexpr,
     HAS_USAGE: tl.constexpr,
+    CHAINED: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_N: tl.constexpr,  # all samples
     BLOCK_C: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Means and variances of a group of modes in a block of channels, and their running update."""
-    begin(OVERLAPS)
+    begin(OVERLAPS and not CHAINED)
     channels, modes, mask_c, mask_k, offs, mask = _places(num_channels, num_modes, GROUP, BLOCK_C)
     samples = tl.arange(0, BLOCK_N)
     mask_n = samples < num_samples
     if UPDATE:
         old_mean = tl.load(running_mean_ptr + offs, mask=mask, other=0.0)
         old_var = tl.load(running_var_ptr + offs, mask=mask, other=0.0)
-        finite = tl.min(tl.load(finite_ptr + samples, mask=mask_n, other=1.0), 0)
     mean = load_rows(mean_ptr, samples, channels, mask_n, mask_c, num_channels)
     var = load_rows(var_ptr, samples, channels, mask_n, mask_c, num_channels)
+    begin(OVERLAPS and CHAINED)
+    if UPDATE:
+        finite = tl.min(tl.load(finite_ptr + samples, mask=mask_n, other=1.0), 0)
     gates = _of_modes(gates_ptr + samples * num_modes, mask_n, 1, num_modes, GROUP)
     masses = _over_samples(gates, GROUP)
     mode_means = _over(_over_samples(_weighted(gates, mean, GROUP), GROUP), masses, GROUP)
@@ -106,13 +109,14 @@ def group_backward_kernel(
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PER_MODE: tl.constexpr,
+    CHAINED: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_N: tl.constexpr,  # all samples
     BLOCK_C: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Gradients of the statistics of a group of modes in a block of channels."""
-    begin(OVERLAPS)
+    begin(OVERLAPS and not CHAINED)
     channels, modes, mask_c, mask_k, offs, mask = _places(num_channels, num_modes, GROUP, BLOCK_C)
     mode_var = tl.load(mode_var_ptr + offs, mask=mask, other=1.0)
     divisor = tl.maximum(tl.load(mass_ptr + modes, mask=mask_k, other=1.0), TINY)[None, :]
@@ -126,9 +130,10 @@ def group_backward_kernel(
     samples = tl.arange(0, BLOCK_N)
     mask_n = samples < num_samples
     mean = load_rows(mean_ptr, samples, channels, mask_n, mask_c, num_channels)
+    gates = _of_modes(gates_ptr + samples * num_modes, mask_n, 1, num_modes, GROUP)
+    begin(OVERLAPS and CHAINED)
     dscale = load_rows(dscale_ptr, samples, channels, mask_n, mask_c, num_channels)
     dshift = load_rows(dshift_ptr, samples, channels, mask_n, mask_c, num_channels)
-    gates = _of_modes(gates_ptr + samples * num_modes, mask_n, 1, num_modes, GROUP)
     t = _weighted_pull(gates, mean, dscale, dshift, mode_means, GROUP)
     t, e = _pairs_over_samples(t, _weighted(gates, dshift, GROUP), GROUP)
     store_mode_gradients(

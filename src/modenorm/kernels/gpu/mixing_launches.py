@@ -50,6 +50,8 @@ class Mixing:
         num_modes: K.
         kind: what else they depend on.
         direct: see `Launch`.
+        chained: each launch comes right after the one before it in a mode norm, and may read what
+            was there before that one while it is running still.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Mixing:
         num_modes: int,
         kind: MixingKind,
         direct: bool,
+        chained: bool = True,
     ) -> None:
         eps, affine, has_gate = kind.eps, kind.affine, kind.has_gate
         modes = triton.next_power_of_2(num_modes)
@@ -79,7 +82,7 @@ class Mixing:
             gates_kernel,
             (num_samples,),
             sizes[1:],
-            (has_gate, modes, wide),
+            (has_gate, wide >= num_channels, modes, wide),
             _warps(modes, wide, 64),
             direct,
         )
@@ -91,18 +94,18 @@ class Mixing:
         if size >= BACKWARD_GROUPED:
             backward = (group_backward_kernel, *_groups(*sizes, BACKWARD_GROUP))
         kernel, grid, tile, warps = statistics
-        constants: tuple[int, ...] = (*kind.running, kind.has_usage, *tile)
+        constants: tuple[int, ...] = (*kind.running, kind.has_usage, chained, *tile)
         self.statistics = Launch(kernel, grid, (*sizes, kind.momentum), constants, warps, direct)
         self.coefficients = Launch(
             coefficients_kernel,
             (triton.cdiv(num_samples, few), triton.cdiv(num_channels, narrow)),
             (num_samples, num_channels, eps),
-            (*affine, num_modes, few, narrow),
+            (*affine, chained, num_modes, few, narrow),
             _warps(few, narrow, 64),
             direct,
         )
         kernel, grid, tile, warps = backward
-        constants = (*affine, *tile)
+        constants = (*affine, chained, *tile)
         self.modes_backward = Launch(kernel, grid, (*sizes, eps), constants, warps, direct)
         whole = less_wide >= num_channels
         # by whether gates have a gradient from elsewhere, and the usage has one
@@ -111,7 +114,7 @@ class Mixing:
                 samples_backward_kernel,
                 (num_samples,),
                 (num_channels, num_modes, num_positions, eps),
-                (*affine, has_gate, of_gates, of_usage, whole, modes, less_wide),
+                (*affine, has_gate, of_gates, of_usage, chained, whole, modes, less_wide),
                 _warps(modes, less_wide, 32),
                 direct,
             )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from modenorm.kernels.gpu.common import begin
+from modenorm.kernels.gpu.common import begin, begin_beside, end_beside
 from modenorm.kernels.gpu.launch import Launch
 from modenorm.kernels.gpu.plan import AffineKind
 
@@ -73,11 +73,11 @@ def _forward_kernel(
     BLOCK_C: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    begin(OVERLAPS)
     sample = tl.program_id(0)
     channels = tl.arange(0, BLOCK_C)
     mask = channels < num_channels
     offs = sample * num_channels + channels
+    begin(OVERLAPS)
     mean = tl.load(mean_ptr + offs, mask=mask, other=0.0)
     var = _load_channels(var_ptr + sample * num_channels, channels, mask, PIXEL, 0.0)
     largest, total = _softmax_terms(mean, gate_weight_ptr, gate_bias_ptr, num_modes)
@@ -133,7 +133,7 @@ def _backward_kernel(
     BLOCK_C: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    begin(OVERLAPS)
+    # after the launch that sums A and D
     sample = tl.program_id(0)
     channels = tl.arange(0, BLOCK_C)
     mask = channels < num_channels
@@ -141,6 +141,8 @@ def _backward_kernel(
     mean = tl.load(mean_ptr + offs, mask=mask, other=0.0)
     var = _load_channels(var_ptr + sample * num_channels, channels, mask, PIXEL, 0.0)
     weight = _load_channels(weight_ptr, channels, mask, HAS_WEIGHT, 1.0) / num_modes
+    largest, total = _softmax_terms(mean, gate_weight_ptr, gate_bias_ptr, num_modes)
+    begin(OVERLAPS)
     dscale = tl.load(dscale_ptr + offs, mask=mask, other=0.0)
     dshift = tl.load(dshift_ptr + offs, mask=mask, other=0.0)
     e = tl.sum(weight * dshift, 0)
@@ -148,7 +150,6 @@ def _backward_kernel(
     slope = tl.zeros([BLOCK_C], tl.float32)
     offset = tl.zeros([BLOCK_C], tl.float32)
     dot = tl.zeros([BLOCK_C], tl.float32)
-    largest, total = _softmax_terms(mean, gate_weight_ptr, gate_bias_ptr, num_modes)
     for k in range(num_modes):
         logs = _log_gates(mean, gate_weight_ptr, gate_bias_ptr, k, largest, total, mask)
         mode_mean = tl.load(mode_mean_ptr + sample * num_modes + k)
@@ -228,12 +229,16 @@ def _parameters_kernel(
     eps,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    LATE: tl.constexpr,  # after a launch that has waited for all that is read here
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Sums over the samples: of a block of channels or, in the last programs, of the gate's."""
-    begin(OVERLAPS)
+    if LATE:
+        begin_beside(OVERLAPS)
+    else:
+        begin(OVERLAPS)
     num_blocks = tl.cdiv(num_channels, BLOCK_C)
     block = tl.program_id(0)
     columns = tl.arange(0, BLOCK_C)
@@ -273,6 +278,8 @@ def _parameters_kernel(
         found, later = tl.sum(sums, 0), gates - num_modes
         tl.store(dgate_weight_ptr + gates, found, mask=later < 0)
         tl.store(dgate_bias_ptr + later, found, mask=mask_g & (later >= 0))
+    if LATE:
+        end_beside(OVERLAPS)
 
 
 class ChannelMixing:
@@ -328,11 +335,14 @@ class ChannelMixing:
         block = min(channels, 16 if num_channels <= 1024 else 32)
         walk = min(triton.next_power_of_2(num_samples), 4096 // block)
         programs = triton.cdiv(num_channels, block) + triton.cdiv(2 * num_modes, block)
-        self.parameters = Launch(
-            _parameters_kernel,
-            (programs,),
-            (num_samples, *sizes, eps),
-            (affine.weight, affine.bias, walk, block),
-            8,
-            direct,
+        self.parameters, self.late_parameters = (
+            Launch(
+                _parameters_kernel,
+                (programs,),
+                (num_samples, *sizes, eps),
+                (affine.weight, affine.bias, late, walk, block),
+                8,
+                direct,
+            )
+            for late in (False, True)
         )
