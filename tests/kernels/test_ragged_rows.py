@@ -48,8 +48,7 @@ def test_apply(arrays, shape, dtype):
 def test_apply_backward(arrays, shape, dtype, with_x):
     dy, x, centre, scale, slope, offset = arrays(shape, dtype)
     passes, dx = Passes(Geometry(*shape, False, dtype), direct=False), torch.empty_like(x)
-    launch = passes.apply_backward if with_x else passes.apply_backward_without_x
-    launch(current_stream(x), dy, x, centre, scale, slope, offset, dx)
+    passes.apply_backward[with_x, False](current_stream(x), dy, x, centre, scale, slope, offset, dx)
     wanted = dy.double() * scale[..., None] + offset[..., None]
     if with_x:
         wanted += (x.double() - centre[..., None]) * slope[..., None]

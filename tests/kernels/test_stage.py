@@ -223,7 +223,7 @@ def check(stand_in, wanted, found, kernels):
 FORWARD = ["moments_kernel", "gates_kernel", "statistics_kernel", "coefficients_kernel"]
 FORWARD += ["apply_kernel"]
 BACKWARD = ["reduce_backward_kernel", "modes_backward_kernel", "samples_backward_kernel"]
-BACKWARD += ["apply_backward_kernel", "parameters_backward_kernel"]
+BACKWARD += ["parameters_backward_kernel", "apply_backward_kernel"]
 
 
 @pytest.mark.parametrize("channels_last", [False, True], ids=["first", "last"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from modenorm.kernels.gpu.common import begin, from_end
+from modenorm.kernels.gpu.common import begin, begin_beside, end_beside, from_end
 from modenorm.kernels.gpu.launch import Launch
 from modenorm.kernels.gpu.tiles import Geometry, power_of_two_in
 
@@ -54,13 +54,17 @@ def _flat_apply_backward_kernel(
     num_rows,
     size,
     WITH_SLOPE: tl.constexpr,  # without, x is not read
+    BESIDE: tl.constexpr,  # after a launch that has waited for all that is read here
     DIVIDES: tl.constexpr,
     P: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    begin(OVERLAPS)
+    if BESIDE:
+        begin_beside(OVERLAPS)
+    else:
+        begin(OVERLAPS)
     first, offs, mask, rows, own = _pieces(num_rows, size, DIVIDES, P, WIDTH, BLOCK)
     dy = tl.load(dy_ptr + first + offs, mask=mask, other=0.0).to(tl.float32)
     scale = _of_rows(scale_ptr, rows, own, num_rows)
@@ -70,6 +74,8 @@ def _flat_apply_backward_kernel(
         centre = _of_rows(centre_ptr, rows, own, num_rows)
         dx += _of_rows(slope_ptr, rows, own, num_rows) * (x - centre)
     tl.store(dx_ptr + first + offs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    if BESIDE:
+        end_beside(OVERLAPS)
 
 
 @triton.jit
@@ -106,9 +112,9 @@ def flat_apply(geometry: Geometry, direct: bool) -> Launch:
     return _launch(_flat_apply_kernel, geometry, (), direct)
 
 
-def flat_apply_backward(geometry: Geometry, with_slope: bool, direct: bool) -> Launch:
-    """As `Passes.apply_backward`, or without x."""
-    return _launch(_flat_apply_backward_kernel, geometry, (with_slope,), direct)
+def flat_apply_backward(geometry: Geometry, with_slope: bool, beside: bool, direct: bool) -> Launch:
+    """As `Passes.apply_backward`."""
+    return _launch(_flat_apply_backward_kernel, geometry, (with_slope, beside), direct)
 
 
 def _launch(

@@ -12,8 +12,6 @@ import triton.language as tl
 from modenorm.kernels.gpu.common import (
     TINY,
     begin,
-    begin_beside,
-    end_beside,
     load_rows,
 )
 
@@ -314,17 +312,13 @@ def parameters_backward_kernel(
     num_modes,
     HAS_GATE: tl.constexpr,
     SUM_WEIGHTS: tl.constexpr,
-    LATE: tl.constexpr,  # after a launch that has waited for all that is read here
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_C: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """The gate's parameters, one mode and a block of channels; the weight, summed over modes."""
-    if LATE:
-        begin_beside(OVERLAPS)
-    else:
-        begin(OVERLAPS)
+    begin(OVERLAPS)
     mode = tl.program_id(1)
     channels = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask_c = channels < num_channels
@@ -346,5 +340,3 @@ def parameters_backward_kernel(
         mask_k = modes < num_modes
         shares = load_rows(dweights_ptr, modes, channels, mask_k, mask_c, num_channels)
         tl.store(dweight_ptr + channels, tl.sum(shares, 0), mask=mask_c)
-    if LATE:
-        end_beside(OVERLAPS)

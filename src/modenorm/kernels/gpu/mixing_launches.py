@@ -122,16 +122,13 @@ class Mixing:
             for of_usage in (False, True)
         }
         shares_weight = affine.weight and not affine.per_mode
-        self.parameters_backward, self.late_parameters_backward = (
-            Launch(
-                parameters_backward_kernel,
-                by_mode,
-                sizes,
-                (has_gate, shares_weight, late, walk, modes, block),
-                4,
-                direct,
-            )
-            for late in (False, True)
+        self.parameters_backward = Launch(
+            parameters_backward_kernel,
+            by_mode,
+            sizes,
+            (has_gate, shares_weight, walk, modes, block),
+            4,
+            direct,
         )
 
 

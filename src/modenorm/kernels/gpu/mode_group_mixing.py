@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from modenorm.kernels.gpu.common import begin, begin_beside, end_beside
+from modenorm.kernels.gpu.common import begin
 from modenorm.kernels.gpu.launch import Launch
 from modenorm.kernels.gpu.plan import AffineKind
 
@@ -229,16 +229,12 @@ def _parameters_kernel(
     eps,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    LATE: tl.constexpr,  # after a launch that has waited for all that is read here
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Sums over the samples: of a block of channels or, in the last programs, of the gate's."""
-    if LATE:
-        begin_beside(OVERLAPS)
-    else:
-        begin(OVERLAPS)
+    begin(OVERLAPS)
     num_blocks = tl.cdiv(num_channels, BLOCK_C)
     block = tl.program_id(0)
     columns = tl.arange(0, BLOCK_C)
@@ -278,8 +274,6 @@ def _parameters_kernel(
         found, later = tl.sum(sums, 0), gates - num_modes
         tl.store(dgate_weight_ptr + gates, found, mask=later < 0)
         tl.store(dgate_bias_ptr + later, found, mask=mask_g & (later >= 0))
-    if LATE:
-        end_beside(OVERLAPS)
 
 
 class ChannelMixing:
@@ -335,14 +329,11 @@ class ChannelMixing:
         block = min(channels, 16 if num_channels <= 1024 else 32)
         walk = min(triton.next_power_of_2(num_samples), 4096 // block)
         programs = triton.cdiv(num_channels, block) + triton.cdiv(2 * num_modes, block)
-        self.parameters, self.late_parameters = (
-            Launch(
-                _parameters_kernel,
-                (programs,),
-                (num_samples, *sizes, eps),
-                (affine.weight, affine.bias, late, walk, block),
-                8,
-                direct,
-            )
-            for late in (False, True)
+        self.parameters = Launch(
+            _parameters_kernel,
+            (programs,),
+            (num_samples, *sizes, eps),
+            (affine.weight, affine.bias, walk, block),
+            8,
+            direct,
         )

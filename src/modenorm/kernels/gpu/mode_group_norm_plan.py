@@ -15,7 +15,6 @@ from torch import Tensor
 
 from modenorm.kernels import plain
 from modenorm.kernels.cpp.node import MODE_GROUP_NORM
-from modenorm.kernels.gpu.launch import Launch
 from modenorm.kernels.gpu.mode_group_mixing import ChannelMixing
 from modenorm.kernels.gpu.passes import Geometry, Passes
 from modenorm.kernels.gpu.plan import AffineKind, affine_kind, aligned, geometry_of, pointer
@@ -50,15 +49,10 @@ class ChannelPlan:
         # without the gates as an output, and with them
         self.run_forward = [Stage(direct, self._coefficients, self._apply) for _ in (False, True)]
         self.run_mix = Stage(direct, self._coefficients)
-        mixing = self.mixing
-        late, parameters = (
-            partial(self._parameters_backward, launch)
-            for launch in (mixing.late_parameters, mixing.parameters)
-        )
-        back = (self._samples_backward, self._apply_backward, late)
+        back = (self._samples_backward, self._parameters_backward, self._apply_backward)
         # with a gradient of the gates from elsewhere, and without
         self.run_backward = [Stage(direct, *back) for _ in (False, True)]
-        self.run_mix_backward = [Stage(direct, back[0], parameters) for _ in (False, True)]
+        self.run_mix_backward = [Stage(direct, *back[:2]) for _ in (False, True)]
         self._node: Callable[..., Tensor] | None = None
 
     def node_for(self, given: Given) -> Callable[..., Tensor] | None:
@@ -106,17 +100,14 @@ class ChannelPlan:
     def _apply_backward(self, stream: Stream, split: Split, arrays: ChannelBackward) -> None:
         mean, *_ = split(self.kept, arrays.kept)
         _, _, scale, offset, slope, _ = split(self.backward, arrays.scratch)
-        passes = self.passes
-        launch = passes.apply_backward if self.pixel else passes.apply_backward_without_x
+        launch = self.passes.apply_backward[self.pixel, True]
         launch(stream, arrays.dy, arrays.x, mean, scale, slope, offset, arrays.dx)
 
-    def _parameters_backward(
-        self, launch: Launch, stream: Stream, split: Split, arrays: ChannelBackward
-    ) -> None:
+    def _parameters_backward(self, stream: Stream, split: Split, arrays: ChannelBackward) -> None:
         mean, _, mode_mean, mode_var, _ = split(self.kept, arrays.kept)
         a, d, *_, dgate_parts = split(self.backward, arrays.scratch)
         found = (pointer(gradient, mean) for gradient in (arrays.dweight, arrays.dbias))
-        launch(
+        self.mixing.parameters(
             stream, mean, mode_mean, mode_var, a, d, dgate_parts, *found,
             arrays.dgate_weight, arrays.dgate_bias,
         )  # fmt: skip

@@ -1,7 +1,7 @@
 """The launches of a mode norm of one size, and the memory between them.
 
-Forward: moments, gates, statistics, coefficients, map. Backward: reduce, modes, samples, map,
-parameters.
+Forward: moments, gates, statistics, coefficients, map. Backward: reduce, modes, samples,
+parameters, map.
 mode_norm.py makes one autograd node of them, mode_norm_operator.py hands all but the maps to
 `torch.compile`.
 """
@@ -19,7 +19,7 @@ from modenorm.checks import Options
 from modenorm.kernels import plain
 from modenorm.kernels.cpp.node import MODE_NORM
 from modenorm.kernels.gpu.inference import inference_launch, lines_shape
-from modenorm.kernels.gpu.launch import Launch, Pointer
+from modenorm.kernels.gpu.launch import Pointer
 from modenorm.kernels.gpu.mixing_launches import Mixing
 from modenorm.kernels.gpu.passes import Geometry, Passes
 from modenorm.kernels.gpu.plan import (
@@ -73,12 +73,16 @@ class ModePlan:
         self.run_forward, self.run_mix = stage(*parts), stage(*parts[:2])
         self.run_statistics, self.run_map = stage(parts[0]), stage(*parts[1:])
         self.run_inference = stage(run_inference)
-        parameters = partial(self._parameters_backward, self.mixing.parameters_backward)
-        late = partial(self._parameters_backward, self.mixing.late_parameters_backward)
-        back = (self._modes_backward, self._samples_backward, self._apply_backward, late)
+        mix = [self._modes_backward, self._samples_backward]
+        shares_weight = kind.affine.weight and not kind.affine.per_mode
+        # the map runs beside the parameters' launch, which has waited for what the map reads
+        self.beside = kind.has_gate or shares_weight
+        if self.beside:
+            mix.append(self._parameters_backward)
+        back = [*mix, self._apply_backward]
         self.run_backward = {kind: stage(*back) for kind in kinds}
         self.run_mix_backward, self.run_cut_backward = (
-            {kind: stage(*back[:2], parameters) for kind in kinds} for _ in range(2)
+            {kind: stage(*mix) for kind in kinds} for _ in range(2)
         )
         self.run_modes_backward = stage(back[0])
         self.run_samples_backward = {kind: stage(*back[1:]) for kind in kinds}
@@ -203,18 +207,15 @@ class ModePlan:
     def _apply_backward(self, stream: Stream, split: Split, arrays: Backward) -> None:
         arrays, (mean, *_), (slope, offset, scale, *_) = self._open_backward(split, arrays)
         lines = (mean, scale, slope, offset)
-        self.passes.apply_backward(stream, arrays.dy, arrays.x, *lines, arrays.dx)
+        launch = self.passes.apply_backward[True, self.beside]
+        launch(stream, arrays.dy, arrays.x, *lines, arrays.dx)
 
-    def _parameters_backward(
-        self, launch: Launch, stream: Stream, split: Split, arrays: Backward
-    ) -> None:
+    def _parameters_backward(self, stream: Stream, split: Split, arrays: Backward) -> None:
         """Gradients of the gate's parameters, and of a weight that the modes share."""
         arrays, (mean, *_), (*_, dweights) = self._open_backward(split, arrays)
-        inputs, dweight = arrays.inputs, arrays.dweight
-        if inputs.gates is None or (dweight is not None and not inputs.per_mode):
-            found = (arrays.dgate_weight, arrays.dgate_bias, dweight)
-            gradients = (pointer(gradient, mean) for gradient in found)
-            launch(stream, mean, arrays.dlogits, dweights, *gradients)
+        found = (arrays.dgate_weight, arrays.dgate_bias, arrays.dweight)
+        gradients = (pointer(gradient, mean) for gradient in found)
+        self.mixing.parameters_backward(stream, mean, arrays.dlogits, dweights, *gradients)
 
 
 _plans: dict[tuple[Any, ...], ModePlan] = {}

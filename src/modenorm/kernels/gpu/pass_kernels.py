@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from modenorm.kernels.gpu.common import begin, from_end
+from modenorm.kernels.gpu.common import begin, begin_beside, end_beside, from_end
 
 __all__ = [
     "apply_backward_kernel",
@@ -267,6 +267,7 @@ def apply_backward_kernel(
     stride_row,
     stride_position,
     WITH_SLOPE: tl.constexpr,  # without, x is not read
+    BESIDE: tl.constexpr,  # after a launch that has waited for all that is read here
     ONE_AXIS: tl.constexpr,
     DIVIDES_R: tl.constexpr,
     DIVIDES_P: tl.constexpr,
@@ -275,7 +276,10 @@ def apply_backward_kernel(
     OVERLAPS: tl.constexpr,
 ):
     """dx = scale · dy + slope · (x − centre) + offset."""
-    begin(OVERLAPS)
+    if BESIDE:
+        begin_beside(OVERLAPS)
+    else:
+        begin(OVERLAPS)
     num_rows, num_positions, stride_row, stride_position = _hinted(
         num_rows, num_positions, stride_row, stride_position, DIVIDES_R, DIVIDES_P
     )
@@ -292,6 +296,8 @@ def apply_backward_kernel(
         slope = tl.load(slope_ptr + out, mask=mask_rows, other=0.0)[:, None]
         dx += slope * (x - centre)
     tl.store(dx_ptr + start + offs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    if BESIDE:
+        end_beside(OVERLAPS)
 
 
 @triton.jit

@@ -48,7 +48,8 @@ class Passes:
     """The launches of the four passes for tensors of one geometry.
 
     `mean` is `moments` without the variances, but may write over their array too.
-    `reduce_cut_backward` is `reduce_backward` of an output that a ReLU follows.
+    `reduce_cut_backward` is `reduce_backward` of an output that a ReLU follows. `apply_backward`
+    comes with x and without, and to run beside a launch that has waited for what it reads.
     """
 
     def __init__(self, geometry: Geometry, direct: bool = True) -> None:
@@ -69,13 +70,13 @@ class Passes:
         self.reduce_cut_backward = self._reduction(cut, tile, ())
         if geometry.is_ragged:
             self.apply = flat_apply(geometry, direct)
-            self.apply_backward = flat_apply_backward(geometry, True, direct)
-            self.apply_backward_without_x = flat_apply_backward(geometry, False, direct)
         else:
             self.apply = self._map(apply_kernel, map_tile(geometry, False), ())
-            tile = map_tile(geometry, True)
-            self.apply_backward = self._map(apply_backward_kernel, tile, (True,))
-            self.apply_backward_without_x = self._map(apply_backward_kernel, tile, (False,))
+        self.apply_backward = {
+            (with_x, beside): self._backward_map(with_x, beside)
+            for with_x in (False, True)
+            for beside in (False, True)
+        }
 
     def _reduction(self, kernel: Any, tile: Tile, flags: tuple[bool, ...]) -> Launch:
         """A pass whose programs walk along the positions of their rows."""
@@ -85,6 +86,11 @@ class Passes:
         grid, one_axis = _axes(triton.cdiv(rows, tile.rows), outer)
         constants = (*flags, single, one_axis, *geometry.divisors, tile.rows, tile.positions)
         return Launch(kernel, grid, geometry.sizes, constants, tile.num_warps, self.direct)
+
+    def _backward_map(self, with_x: bool, beside: bool) -> Launch:
+        if self.geometry.is_ragged:
+            return flat_apply_backward(self.geometry, with_x, beside, self.direct)
+        return self._map(apply_backward_kernel, map_tile(self.geometry, True), (with_x, beside))
 
     def _map(self, kernel: Any, tile: Tile, flags: tuple[bool, ...]) -> Launch:
         """A pass with a program for every tile."""
@@ -156,5 +162,5 @@ def apply_backward(
     dx = torch.empty_like(x)
     passes, (view, upstream, out, *rows) = _passes_for([x, dy, dx], [centre, scale, slope, offset])
     with on_device(x) as stream:
-        passes.apply_backward(stream, upstream, view, *rows, out)
+        passes.apply_backward[True, False](stream, upstream, view, *rows, out)
     return dx
