@@ -22,6 +22,13 @@ def forget_plans():
     mode_group_norm_plan._plan.cache_clear()
 
 
+def batch(size, number, device):
+    """Samples that differ in their means, and so in their gates and the gradients of these."""
+    x, dy = torch.randn(2, *size, device=device)
+    shift, pull = torch.randn(2, *size[:2], 1, 1, device=device)
+    return 3 * x + 2 * shift + number, dy + 0.3 * shift * pull.sign()
+
+
 @pytest.fixture(autouse=True)
 def fresh_plans():
     forget_plans()
@@ -51,14 +58,14 @@ def test_as_one_after_the_other(kind, size, num_modes, device, monkeypatch):
     torch.manual_seed(0)
     norm = kind(size[1], num_modes).to(device)
     twin = copy.deepcopy(norm)
-    batches = [
-        (3 * torch.randn(size, device=device) + i, torch.randn(size, device=device))
-        for i in range(ROUNDS)
-    ]
+    batches = [batch(size, i, device) for i in range(ROUNDS)]
     steps(copy.deepcopy(norm), batches[:2])  # compiles
     found = steps(norm, batches)
     forget_plans()
     monkeypatch.setattr(launches, "can_overlap", lambda: False)
     wanted = steps(twin, batches)
     for i, (value, expected) in enumerate(zip(found, wanted, strict=True)):
-        torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-5, msg=f"result {i}")
+        # not to the bit: the compiler merges other products with sums, and what gates have as
+        # gradients nearly cancels; what is read too early is of other samples
+        error = (value - expected).abs().max()
+        assert error <= 0.02 * expected.abs().max(), f"result {i}"
