@@ -65,7 +65,7 @@ def statistics(given, finite, running, has_usage):
     sizes, modes = (*mean.shape, 9), (gates.shape[1], mean.shape[1])
     affine = AffineKind(weight=True, bias=True)
     kind = MixingKind(1e-5, affine, True, 0.1, RunningKind(*running), has_usage)
-    launch = Mixing(*sizes, modes[0], kind, direct=False).statistics
+    launch = Mixing(*sizes, modes[0], kind, direct=False, chained=False).statistics
     estimates = torch.linspace(-1, 1, 2 * modes[0] * modes[1]).view(2, *modes).to(mean)
     tracked, share = torch.full((), 3, device=mean.device), torch.ones(modes[0]).to(mean)
     outputs = [torch.zeros(shape).to(mean) for shape in (modes, modes, modes[:1], modes[:1])]
