@@ -136,4 +136,6 @@ def _launches(
     direct: bool,
 ) -> Mixing:
     num_samples, num_channels, num_modes = sizes
-    return Mixing(num_samples, num_channels, 1, num_modes, MixingKind(eps, affine), direct, False)
+    return Mixing(
+        num_samples, num_channels, 1, num_modes, MixingKind(eps, affine), direct, chained=False
+    )
