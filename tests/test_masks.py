@@ -45,6 +45,22 @@ def test_a_batch_that_is_masked_out_leaves_all_buffers_alone_in_the_reference(up
     assert all(torch.equal(buffer, before[name]) for name, buffer in layer.named_buffers())
 
 
+@pytest.mark.parametrize("name", ["reference", "eager", "fused"])
+@pytest.mark.parametrize("update", ["paper", "usage"])
+def test_a_mask_that_leaves_one_value_leaves_all_buffers_alone(update, name):
+    layer = make_layer(3, 2, running_update=update)
+    before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+    mask = torch.zeros(4, 5, 5, dtype=torch.bool)
+    mask[1, 2, 3] = True
+    with modenorm.use_backend(name):
+        y = layer(data(4, 3, 5, 5), mask=mask)
+        assert y.isfinite().all()
+        assert all(torch.equal(buffer, before[name]) for name, buffer in layer.named_buffers())
+        mask[2, 2, 3] = True  # two have a variance
+        layer(data(4, 3, 5, 5), mask=mask)
+    assert layer.num_batches_tracked == 1
+
+
 def test_mask_with_a_channel_axis_and_half_type():
     layer = make_layer(3, 2, 2, dtype=torch.float32)
     x, mask = data(6, 3, dtype=torch.bfloat16), torch.tensor([True] * 5 + [False])

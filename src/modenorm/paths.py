@@ -224,7 +224,8 @@ def _by_reference(call: _Call) -> Found:
     gates = _gates_of(call, pooled, x)
     counts = gates.new_ones(len(gates)) if mask is None else mask.flatten(1).sum(1)
     mass = (gates.detach() * counts[:, None]).sum(0)
-    usable = bool(pooled.isfinite().all() & gates.isfinite().all() & (mass > 0).any())
+    several = mask is None or counts.sum() > 1
+    usable = several and bool(pooled.isfinite().all() & gates.isfinite().all() & (mass > 0).any())
     momentum = options.momentum
     if options.training and (recomputing() or not usable):
         estimates = None
@@ -326,6 +327,8 @@ def _mode_moments(
     assert var is not None
     if options.ranks is None:
         batch = mixing.batch_statistics(mean, var, gates, counts)
+        if counts is not None:  # one value has no variance, so running estimates stay
+            batch = batch._replace(mass=torch.where(counts.sum() > 1, batch.mass, 0))
     else:
         assert counts is not None
         batch = exchange.statistics(mean, var, gates * counts[:, None], options.ranks)
