@@ -121,6 +121,8 @@ def test_every_public_name_has_its_entry(pages):
 def test_formulas_are_drawn_by_the_browser_itself(site):
     text = (site / "math.html").read_text()
     assert text.count("<math") > 100
+    assert "menclose" not in text, "not every browser draws boxes around formulas"
+    assert "<mn>12</mn>" not in text, "the converter reads \\frac12 as 12 over what follows"
     assert "$" not in text.partition("<article")[2].partition("</article>")[0]
 
 
@@ -147,6 +149,17 @@ def test_every_page_in_a_browser(browser, site, pages, kind):
         assert (sum(map(int, colour[4:-1].split(","))) < 150) == ("dark" in kind)
         assert complaints == [], name
     context.close()
+
+
+def test_formulas_fit_a_desktop(browser, site):
+    page = browser.new_context(offline=True, **KINDS["desktop"]).new_page()
+    for name in ("math.html", "scaling.html"):
+        page.goto((site / name).as_uri())
+        wide = page.evaluate(
+            "[...document.querySelectorAll('div.math')]"
+            ".filter(f => f.scrollWidth > f.clientWidth).map(f => f.textContent)"
+        )
+        assert wide == [], f"{name}: break these formulas into lines"
 
 
 def test_the_search_finds_a_function(browser, site):
