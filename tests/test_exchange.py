@@ -2,8 +2,10 @@
 
 import copy
 import datetime
+import gc
 import pickle
 import time
+import weakref
 
 import pytest
 import torch
@@ -46,6 +48,28 @@ def two_groups(rank):
 
 def test_process_groups(world):
     world.check(two_groups)
+
+
+def backward_alone(rank):
+    x, upstream = (of_rank(rank, (2, 0, 1), t) for t in whole_batch((3, C, 2, 5)))
+    layer, given = make_layer(C, K), modenorm.ModeNorm2d(C, K).double()
+    for norm in (layer, given):
+        modenorm.convert_sync_modenorm(norm, dist.new_group([0, 1, 2]))
+    expected = run(layer, x, upstream).gradients["x"]
+    again, mask = x.clone().requires_grad_(), torch.ones(len(x), 2, 5, dtype=torch.bool)
+    outputs = [layer(again), given(again, mask=mask)]  # by nodes, and by plain operators
+    held = [weakref.ref(norm.ranks) for norm in (layer, given)]
+    del layer, given, norm
+    outputs[0].backward(upstream)
+    assert_close(again.grad, expected, 1e-12)
+    outputs[1].backward(upstream)
+    outputs.clear()
+    gc.collect()
+    assert [ranks() for ranks in held] == [None, None]
+
+
+def test_a_layer_that_is_gone_can_be_differentiated_and_holds_no_group(world):
+    world.check(backward_alone)
 
 
 def not_a_number(rank):

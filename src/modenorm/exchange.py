@@ -11,6 +11,7 @@ Derivation: docs/scaling.md.
 from __future__ import annotations
 
 import itertools
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,7 +40,8 @@ __all__ = [
 
 SIGNATURE_BYTES = 256
 _numbers = itertools.count()
-_ranks: dict[int, Ranks] = {}  # compiled graphs hold numbers, not objects
+# compiled graphs hold numbers, not objects; a layer that is gone must not keep its process group
+_ranks: weakref.WeakValueDictionary[int, Ranks] = weakref.WeakValueDictionary()
 
 
 class Ranks:
@@ -192,8 +194,8 @@ def total(values: Tensor, ranks: int) -> Tensor:
 class _Total(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, ranks: int) -> Tensor:
-        ctx.ranks = ranks
         members = _ranks[ranks]
+        ctx.ranks, ctx.members = ranks, members  # the layer may be gone before the backward
         out = values.clone(memory_format=torch.contiguous_format)
         try:
             dist.all_reduce(out, group=members.group)
@@ -276,6 +278,8 @@ class _Statistics(torch.autograd.Function):
         mass, mode_mean, mode_var = merge(local.mass, local.mean, local.var, ranks)
         ctx.save_for_backward(mean, var, weights, mode_mean, mode_var, mass)
         ctx.ranks = ranks
+        if not torch.compiler.is_compiling():
+            ctx.members = _ranks[ranks]  # the layer may be gone before the backward
         ctx.set_materialize_grads(False)
         return mode_mean, mode_var, mass
 
