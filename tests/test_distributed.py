@@ -208,7 +208,7 @@ def second_derivatives(rank):
     layer = make_layer(C, K)
     synced = modenorm.convert_sync_modenorm(copy.deepcopy(layer))
     x, upstream = whole_batch((6, C, 2))
-    layer._ranks = synced._ranks = (3,)
+    layer._dimensions = synced._dimensions = (3,)
     own = slice(2 * rank, 2 * rank + 2)
     found = []
     for norm, part in ((layer, slice(None)), (synced, own)):

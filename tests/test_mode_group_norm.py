@@ -208,7 +208,7 @@ def test_errors_of_shape_say_what_to_do(layer):
     with pytest.raises(ValueError, match=r"got 5 .* make it for 5, or move channels"):
         layer(torch.randn(4, 5, 2, 2))
     if isinstance(layer, modenorm.ModeNorm2d):
-        with pytest.raises(ValueError, match=r"use that rank's layer, or x\[None\]"):
+        with pytest.raises(ValueError, match=r"use the layer for that shape, or x\[None\]"):
             layer(torch.randn(3, 2, 2))
 
 

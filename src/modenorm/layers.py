@@ -35,13 +35,13 @@ MEMBERS = ("gate", "weight", "bias", *ESTIMATES)
 
 
 class ModeNorm(HasListeners, Float32Buffers):
-    r"""What `ModeNorm1d`, `ModeNorm2d` and `ModeNorm3d` share; they differ in the ranks they take.
+    r"""What `ModeNorm1d`, `ModeNorm2d` and `ModeNorm3d` share; they differ in the shapes they take.
 
     Not a subclass of torch's `_BatchNorm`: converters for batch norm would replace it silently.
     """
 
     _version = 1
-    _ranks: tuple[int, ...] = ()
+    _dimensions: tuple[int, ...] = ()
     ranks: Ranks | None = None
     """Who shares the statistics; set by `convert_sync_modenorm`."""
 
@@ -177,11 +177,12 @@ class ModeNorm(HasListeners, Float32Buffers):
 
     def _check_input(self, x: Tensor) -> None:
         check_tensor("input", x)
-        if x.ndim not in self._ranks:
-            ranks = " or ".join(f"{rank}-d" for rank in self._ranks)
+        if x.ndim not in self._dimensions:
+            taken = " or ".join(f"{count}-d" for count in self._dimensions)
             raise ValueError(
-                f"{type(self).__name__} takes {ranks} input (samples, channels, positions); "
-                f"got shape {tuple(x.shape)}: use that rank's layer, or x[None] for one sample"
+                f"{type(self).__name__} takes {taken} input (samples, channels, positions); "
+                f"got shape {tuple(x.shape)}: use the layer for that shape, or x[None] for one "
+                f"sample"
             )
         check_channels(self, "num_features", x)
 
@@ -228,7 +229,7 @@ class ModeNorm1d(ModeNorm):
         torch.Size([32, 16])
     """
 
-    _ranks = (2, 3)
+    _dimensions = (2, 3)
 
 
 class ModeNorm2d(ModeNorm):
@@ -266,7 +267,7 @@ class ModeNorm2d(ModeNorm):
         torch.Size([2, 64])
     """
 
-    _ranks = (4,)
+    _dimensions = (4,)
 
 
 class ModeNorm3d(ModeNorm):
@@ -282,7 +283,7 @@ class ModeNorm3d(ModeNorm):
         torch.Size([2, 8, 3, 4, 4])
     """
 
-    _ranks = (5,)
+    _dimensions = (5,)
 
 
 class ModeGroupNorm(HasListeners):

@@ -1,4 +1,4 @@
-"""Mode norms that only a conversion makes: of unknown rank, of unknown width, with an activation.
+"""Mode norms that only a conversion makes: of unknown shape, of unknown width, with an activation.
 
 Letters: C channels, K modes.
 """
@@ -19,7 +19,7 @@ __all__ = ["LazyModeNorm1d", "LazyModeNorm2d", "LazyModeNorm3d", "ModeNormAct2d"
 
 
 class ModeNormNd(ModeNorm):
-    """Mode normalization of input of any rank, for `nn.SyncBatchNorm`, which takes any.
+    """Mode normalization of input of any shape, for `nn.SyncBatchNorm`, which takes any.
 
     Example:
         >>> layer = ModeNormNd(8)
@@ -27,7 +27,7 @@ class ModeNormNd(ModeNorm):
         (torch.Size([4, 8]), torch.Size([4, 8, 5, 5]))
     """
 
-    _ranks = (2, 3, 4, 5)
+    _dimensions = (2, 3, 4, 5)
 
 
 class ModeNormAct2d(ModeNorm2d):
