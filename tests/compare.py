@@ -137,15 +137,15 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float, name: str =
     assert error <= tolerance * scale, f"{name}: off by {error / scale:.1e} > {tolerance:.1e}"
 
 
-def assert_same(actual: Run, expected: Run, dtype: torch.dtype, slack: float = 1) -> None:
+def assert_same(actual: Run, expected: Run, dtype: torch.dtype) -> None:
     """Values and x's gradient are of the input's type, everything else at least float32."""
-    rest = TOLERANCES[torch.float64 if dtype == torch.float64 else torch.float32] * slack
-    tolerance = TOLERANCES[dtype] * slack
+    rest = TOLERANCES[torch.float64 if dtype == torch.float64 else torch.float32]
+    tolerance = TOLERANCES[dtype]
     assert actual.y.dtype == dtype
     assert_close(actual.y, expected.y, tolerance, "output")
     assert actual.gradients.keys() == expected.gradients.keys()
     for name, gradient in actual.gradients.items():
-        limit = tolerance if name == "x" else max(rest, TOLERANCES[gradient.dtype] * slack)
+        limit = tolerance if name == "x" else max(rest, TOLERANCES[gradient.dtype])
         assert_close(gradient, expected.gradients[name], limit, f"gradient of {name}")
     for name, buffer in expected.buffers.items():
         if name in ("running_mean", "running_var"):

@@ -161,3 +161,24 @@ def test_plain_operators_keep_digits_far_from_zero():
     # 7e-6, 1e-6 and 6e-6 by plain sums; 1.3e-6, 4e-7 and 1e-6 around a mean
     for value, truth, allowed in zip(*found, (3e-6, 8e-7, 3e-6), strict=True):
         assert float((value.double() - truth).norm() / truth.norm()) < allowed
+
+
+HALF_CASES = {
+    "mode_norm": lambda x: (modenorm.ModeNorm2d(4), {}),
+    "mask": lambda x: (modenorm.ModeNorm2d(4), {"mask": torch.ones_like(x[:, 0])}),
+    "pooled": lambda x: (modenorm.ModeGroupNorm(4), {}),
+    "pixel": lambda x: (modenorm.ModeGroupNorm(4, variance="pixel"), {}),
+}
+
+
+@pytest.mark.parametrize("case", HALF_CASES.values(), ids=HALF_CASES)
+def test_plain_operators_hold_no_part_of_a_gradient_in_float16(case):
+    """x gets two, by the moments and by the map: 100 000 each, and they cancel."""
+    x = (0.01 * torch.randn(16, 4, 5, 5)).half().requires_grad_()
+    upstream = (1000 + 10 * torch.randn(x.shape)).half()
+    layer, options = case(x)
+    with modenorm.use_backend("eager"):
+        actual = torch.autograd.grad(layer(x, **options), x, upstream)[0]
+        y = layer.double()(x.double(), **options)
+        expected = torch.autograd.grad(y, x, upstream.double())[0]
+    assert_close(actual, expected, 2**-10)  # the rounding to float16, here and there

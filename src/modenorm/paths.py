@@ -306,11 +306,12 @@ def _moments(
     if fused:
         mean, var, handed, link = streaming.moments(x, with_var)
         return mean, var, None, partial(streaming.affine, handed, link=link)
+    wide = plain.widened(x)
     if mask is not None:
-        mean, var, counts = plain.masked_moments(x, mask)
+        mean, var, counts = plain.masked_moments(wide, mask)
     else:
-        (mean, var), counts = plain.moments(x, with_var), None
-    return mean, var, counts, partial(plain.apply, x)
+        (mean, var), counts = plain.moments(wide, with_var), None
+    return mean, var, counts, partial(plain.apply, wide, dtype=x.dtype)
 
 
 def _mode_moments(

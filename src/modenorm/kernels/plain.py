@@ -20,7 +20,7 @@ from modenorm.kernels.layout import statistics_dtype
 
 __all__ = [
     "apply", "as_type", "differentiate", "empty_output", "masked_moments", "mode_group_norm",
-    "mode_norm", "moments", "node", "only_plain",
+    "mode_norm", "moments", "node", "only_plain", "widened",
 ]  # fmt: skip
 
 
@@ -60,11 +60,21 @@ def masked_moments(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return mean, var, counts.squeeze(1)
 
 
-def apply(x: Tensor, centre: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """y = (x − centre) · scale + shift, in x's type."""
+def widened(x: Tensor) -> Tensor:
+    """x in the statistics' type, for moments and map alike.
+
+    Their gradients cancel, so they have to be added up in that type: float16 may not hold each.
+    """
+    return as_type(x, statistics_dtype(x))
+
+
+def apply(
+    x: Tensor, centre: Tensor, scale: Tensor, shift: Tensor, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    """y = (x − centre) · scale + shift, in x's type or another."""
     shape = x.shape[:2] + (1,) * (x.ndim - 2)
     y = (x - centre.view(shape)) * scale.reshape(shape) + shift.view(shape)
-    return as_type(y, x.dtype)
+    return as_type(y, x.dtype if dtype is None else dtype)
 
 
 def empty_output(x: Tensor, *used: Tensor | None) -> Tensor:
@@ -140,7 +150,8 @@ def mode_norm(
 
     Gates None means the linear gate's.
     """
-    mean, var = moments(x)
+    wide = widened(x)
+    mean, var = moments(wide)
     assert var is not None
     if gates is None:
         assert gate_weight is not None
@@ -151,7 +162,7 @@ def mode_norm(
     else:
         batch = exchange.statistics(mean, var, gates * x.shape[2:].numel(), ranks)
     scale, shift = mixing.coefficients(batch.mean, batch.var, gates, mean, weight, bias, eps)
-    return apply(x, mean, scale, shift), gates, gates.mean(0)
+    return apply(wide, mean, scale, shift, dtype=x.dtype), gates, gates.mean(0)
 
 
 def mode_group_norm(
@@ -164,6 +175,7 @@ def mode_group_norm(
     pixel: bool,
 ) -> tuple[Tensor, Tensor]:
     """y and the gates (N, C, K)."""
-    mean, var = moments(x, with_var=pixel)
+    wide = widened(x)
+    mean, var = moments(wide, with_var=pixel)
     scale, shift, gates = mixing.channel_modes(mean, var, gate_weight, gate_bias, weight, bias, eps)
-    return apply(x, mean, scale, shift), gates
+    return apply(wide, mean, scale, shift, dtype=x.dtype), gates
