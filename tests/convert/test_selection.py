@@ -117,6 +117,28 @@ def test_a_scripted_model(compiled):
             convert(model)
 
 
+def test_norms_that_are_compiled_by_themselves():
+    """What was compiled would go on to run the norm that it was made from."""
+    for convert, norm in (
+        (replace_batchnorm, nn.BatchNorm2d(3)),
+        (to_batchnorm, modenorm.ModeNorm2d(3, 1)),
+    ):
+        compiled = torch.compile(norm, backend="eager")
+        with pytest.raises(ValueError, match=f"{type(norm).__name__} at '1' .* then compile"):
+            convert(nn.Sequential(nn.Conv2d(3, 3, 1), compiled))
+        with pytest.raises(ValueError, match="compiled by itself"):
+            convert(compiled)
+
+
+def test_a_compiled_model():
+    model = torch.compile(small_model(), backend="eager")
+    model(images())
+    layers = replace_batchnorm(model)
+    before = [int(layer.num_batches_tracked) for layer in layers.values()]
+    model(images())
+    assert [int(layer.num_batches_tracked) for layer in layers.values()] == [n + 1 for n in before]
+
+
 def test_a_distributed_model(process_group):
     model = nn.parallel.DistributedDataParallel(small_model())
     with pytest.raises(ValueError, match=r"DistributedDataParallel.*before wrapping"):

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from modenorm.checks import check_module
+from modenorm.layers import ModeNorm
 
 __all__ = [
     "Where", "batchnorms", "check_convertible", "check_model", "check_unwrapped", "is_timm_act",
@@ -33,6 +34,11 @@ def check_model(model: nn.Module) -> None:
             raise ValueError(
                 f"the model has a compiled {kind}{at}, whose layers are fixed; convert the Python "
                 f"model, then script or trace it"
+            )
+        if kind == "OptimizedModule" and isinstance(module._orig_mod, _BatchNorm | ModeNorm):
+            raise ValueError(
+                f"the model has a {type(module._orig_mod).__name__}{at} that is compiled by itself "
+                f"and would go on to run as it is; convert the model, then compile"
             )
         path = type(module).__module__
         if path.startswith(("torch.ao.", "torchao.")) and not path.endswith(".stubs"):
