@@ -179,6 +179,14 @@ def test_unknown_subclasses_with_a_replacement():
     assert_close(model(x), expected, 1e-6)
 
 
+@pytest.mark.parametrize("made", [None, "norm"])
+def test_a_replacement_that_is_no_module(made):
+    model = nn.Sequential(nn.BatchNorm2d(3), ScaledBatchNorm2d(3))
+    with pytest.raises(ValueError, match=r"of 1 \(ScaledBatchNorm2d\).*must return an nn\.Module"):
+        replace_batchnorm(model, subclasses={ScaledBatchNorm2d: lambda old, norm: made})
+    assert type(model[0]) is nn.BatchNorm2d
+
+
 def test_hooks_of_a_subclass_go_to_what_replaces_it():
     def replacement(old, norm):
         module = Twice(norm)

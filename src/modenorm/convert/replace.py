@@ -141,7 +141,7 @@ def replace_batchnorm(
         norms[module] = _mode_norm(module, name, modes[module], options, fallback)
         _take_parameters(module, norms[module], tied)
         adapter = adapters.get(type(module))
-        replaced[module] = adapter(module, norms[module]) if adapter else norms[module]
+        replaced[module] = _adapted(adapter, module, name, norms[module])
     _warn_about(found, model, mention_left=where is None)
     for module, replacement in replaced.items():
         take_hooks(module, replacement)
@@ -180,6 +180,19 @@ def _mode_norm(old: Any, name: str, num_modes: int, options: Options, fallback: 
     if not lazy:
         _take_statistics(old, layer)
     return layer.train(old.training)
+
+
+def _adapted(adapter: Adapter | None, old: nn.Module, name: str, norm: ModeNorm) -> nn.Module:
+    """What takes a batch norm's place: the mode norm, or what the caller's function makes of it."""
+    if adapter is None:
+        return norm
+    made = adapter(old, norm)
+    if not isinstance(made, nn.Module):
+        raise ValueError(
+            f"subclasses makes {made!r} of {name or 'the norm'} ({type(old).__name__}); its "
+            f"function must return an nn.Module: the mode norm, or one that contains it"
+        )
+    return made
 
 
 @torch.no_grad()
