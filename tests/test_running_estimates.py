@@ -85,6 +85,16 @@ def test_large_mean_in_float32_keeps_the_running_variance(backend):
     assert_close(layer.running_mean[0], everything.mean((0, 2, 3)), 2e-7)
 
 
+@pytest.mark.parametrize("gate", [None, modenorm.StandardizedGate])
+def test_a_batch_beyond_the_type_of_the_estimates_changes_nothing(gate):
+    layer = modenorm.ModeNorm2d(3, 2, gate=gate)
+    before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+    y = layer(1e30 * next(batches()))
+    assert y.isfinite().all()
+    for name, buffer in layer.named_buffers():
+        assert torch.equal(buffer, before[name]), name
+
+
 def test_usage_keeps_domains_apart_in_batches_of_one_domain(backend):
     """The paper's update pulls an absent mode towards the others; "usage" does not."""
     kept = {}

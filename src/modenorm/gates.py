@@ -192,13 +192,14 @@ class StandardizedGate(Float32Buffers, LinearGate):
     def _update(self, mean: Tensor, var: Tensor, several: Tensor | bool) -> None:
         if recomputing():
             return
+        mean, var = mean.to(self.running_mean), var.to(self.running_var)
         usable = torch.isfinite(mean).all() & torch.isfinite(var).all() & several
         rate: Tensor | float = self.momentum
         if self.averaged is not None:
             self.averaged += usable
             rate = 1 / self.averaged.clamp_min(1)
         for running, batch in ((self.running_mean, mean), (self.running_var, var)):
-            moved = torch.lerp(running, batch.to(running), rate)
+            moved = torch.lerp(running, batch, rate)
             running.copy_(torch.where(usable, moved, running))
 
 

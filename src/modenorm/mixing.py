@@ -184,7 +184,9 @@ def update_running(
         running_update: "paper" gives every mode the same rate; "usage" weights it by the mode's
             share of the batch.
     """
-    finite = torch.isfinite(batch.mean).all() & torch.isfinite(batch.var).all()
+    # in the estimates' type, which may hold less
+    kept = batch.mean.to(estimates.mean.dtype), batch.var.to(estimates.var.dtype)
+    finite = torch.isfinite(kept[0]).all() & torch.isfinite(kept[1]).all()
     # (K,); a mass below the smallest divisor of `batch_statistics` gives no mean
     received = finite & (batch.mass >= torch.finfo(batch.mass.dtype).tiny)
     share = torch.where(received, batch.share, 0)
