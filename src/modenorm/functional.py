@@ -19,8 +19,9 @@ from modenorm.checks import (
     known_modes,
 )
 from modenorm.gates import Gate
+from modenorm.group_paths import normalize_channels
 from modenorm.mixing import RunningEstimates
-from modenorm.paths import normalize_channels, normalize_modes
+from modenorm.paths import normalize_modes
 
 __all__ = ["mode_group_norm", "mode_norm"]
 

@@ -23,9 +23,10 @@ from modenorm.checks import (
 )
 from modenorm.exchange import Ranks, in_use
 from modenorm.gates import GateFactory, make_gate, reset_gate
+from modenorm.group_paths import normalize_channels
 from modenorm.listeners import HasListeners
 from modenorm.mixing import RunningEstimates
-from modenorm.paths import normalize_channels, normalize_modes
+from modenorm.paths import normalize_modes
 from modenorm.state import explain_modes, fit_share, spread_batchnorm
 
 __all__ = ["ModeGroupNorm", "ModeNorm1d", "ModeNorm2d", "ModeNorm3d"]

@@ -11,6 +11,7 @@ Derivations: docs/math.md.
 
 from __future__ import annotations
 
+import contextlib
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ __all__ = [
     "channel_modes",
     "coefficients",
     "divisor_of",
+    "full_precision",
     "product",
     "update_running",
     "written_out",
@@ -53,6 +55,13 @@ def autocasting(x: Tensor) -> bool:
     if not torch._C._is_any_autocast_enabled():  # asking for a device takes far longer
         return False
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+
+
+def full_precision(x: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Keeps a gate of the user's own in full precision; compiled, it follows autocast."""
+    if autocasting(x) and not torch.compiler.is_compiling():
+        return torch.autocast(x.device.type, enabled=False)
+    return contextlib.nullcontext()
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:

@@ -1,11 +1,10 @@
-"""From a checked call to the path that serves it: moments → mixing → affine map.
+"""From a checked call of a mode norm to the path that serves it: moments → mixing → affine map.
 
 Letters: N samples, C channels, L positions, K modes. What the layers and `functional` call.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -17,17 +16,15 @@ from modenorm import exchange, mixing, reference
 from modenorm.buffers import recomputing
 from modenorm.checks import Options, check_input, check_options, masked
 from modenorm.gates import Gate, LinearGate, is_the_papers, logits_of
-from modenorm.kernels import mixing_node, mode_group_norm_arrays, plain, streaming
-from modenorm.kernels.c import mode_group_norm as c_mode_group_norm
+from modenorm.kernels import mixing_node, plain, streaming
 from modenorm.kernels.c import mode_norm as c_mode_norm
 from modenorm.kernels.choice import FUSED, choose_path
-from modenorm.kernels.gpu import mode_group_norm_operator, mode_norm_operator
+from modenorm.kernels.gpu import mode_norm_operator
 from modenorm.kernels.layout import statistics_dtype
-from modenorm.kernels.mode_group_norm_arrays import Given
 from modenorm.kernels.mode_norm_arrays import Found, Inputs, fits
 from modenorm.mixing import RunningEstimates, autocasting, product
 
-__all__ = ["normalize_channels", "normalize_modes"]
+__all__ = ["moments_and_map", "normalize_modes"]
 
 
 class _Call(NamedTuple):
@@ -65,12 +62,12 @@ def normalize_modes(
     if options.momentum is None:
         check_options(options, estimates)
     dtype = statistics_dtype(x)
-    weight, bias = _cast(dtype, weight), _cast(dtype, bias)
+    weight, bias = plain.in_type(dtype, weight, bias)
     x, mask = (x, None) if mask is None else masked(x, mask)
     call = _Call(x, gates, estimates, weight, bias, options, mask)
     if not autocasting(x):
         return _normalize_modes(call)
-    with _full_precision(x):
+    with mixing.full_precision(x):
         return _normalize_modes(call)
 
 
@@ -104,70 +101,6 @@ def _found_modes(call: _Call) -> Found:
         return found  # with its ReLU
     y, gates, usage = found or (*_by_parts(call, path in FUSED), None)
     return y.relu() if options.relu else y, gates, usage
-
-
-def normalize_channels(
-    x: Tensor,
-    gate_weight: Tensor,
-    gate_bias: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    variance: str,
-    gates_matter: bool = True,
-) -> tuple[Tensor, Tensor | None]:
-    """`mode_group_norm` as the layer calls it: returns y and the gates, (N, C, K).
-
-    Gates that don't matter may have no gradient, or be None.
-    """
-    check_input(x)
-    dtype = statistics_dtype(x)
-    gate_weight, gate_bias = gate_weight.to(dtype), gate_bias.to(dtype)
-    weight, bias = _cast(dtype, weight), _cast(dtype, bias)
-    given = Given(gate_weight, gate_bias, weight, bias, eps, variance == "pixel")
-    with _full_precision(x):
-        if x.numel() == 0:
-            gates = x.new_zeros((*x.shape[:2], len(gate_weight)))
-            return plain.empty_output(x, *given[:4]), gates
-        path = choose_path(x)
-        if path == "reference":
-            return _channels_by_reference(x, given)
-        found = _channels_by_one(x, given, path, gates_matter)
-        return found or _channels_by_parts(x, given, path in FUSED)
-
-
-def _channels_by_one(
-    x: Tensor, given: Given, path: str, gates_matter: bool
-) -> tuple[Tensor, Tensor | None] | None:
-    if not mode_group_norm_arrays.fits(x, given):
-        return None
-    if path == "gpu":
-        from modenorm.kernels.gpu import mode_group_norm as gpu_mode_group_norm
-
-        return gpu_mode_group_norm.mode_group_norm(x, given, gates_matter)
-    if path == "c" and c_mode_group_norm.fits(x, given):
-        return c_mode_group_norm.mode_group_norm(x, given, gates_matter)
-    if path == "operators":
-        return mode_group_norm_operator.mode_group_norm(x, given, gates_matter)
-    return None
-
-
-def _channels_by_parts(x: Tensor, given: Given, fused: bool) -> tuple[Tensor, Tensor]:
-    gate_weight, gate_bias, weight, bias, eps, pixel = given
-    mean, var, _, affine = _moments(x, fused, None, with_var=pixel)
-    scale, shift, gates = mixing.channel_modes(mean, var, gate_weight, gate_bias, weight, bias, eps)
-    return affine(mean, scale, shift), gates
-
-
-def _channels_by_reference(x: Tensor, given: Given) -> tuple[Tensor, Tensor]:
-    gate_weight, gate_bias, weight, bias, eps, pixel = given
-    weight, bias = mixing.written_out(weight, bias, 1, x.shape[1])
-    values, variance = x.to(gate_weight.dtype), "pixel" if pixel else "pooled"
-    y = reference.mode_group_norm(
-        values, gate_weight, gate_bias, weight, bias, eps, variance=variance
-    )
-    pooled, _ = plain.moments(x, with_var=False)
-    return y.to(x.dtype), torch.softmax(pooled[..., None] * gate_weight + gate_bias, -1)
 
 
 def _known_gates(call: _Call) -> bool:
@@ -283,7 +216,7 @@ def _by_parts(call: _Call, fused: bool) -> tuple[Tensor, Tensor]:
     if not call.from_batch and isinstance(call.gates, Tensor):
         return _by_one_map(call, fused)
     x, gates, estimates, weight, bias, options, mask = call
-    mean, var, counts, affine = _moments(x, fused, mask, with_var=call.from_batch)
+    mean, var, counts, affine = moments_and_map(x, fused, mask, with_var=call.from_batch)
     gates = _gates_of(call, mean, x)
     if fused and call.from_batch:
         assert var is not None
@@ -299,7 +232,7 @@ def _by_parts(call: _Call, fused: bool) -> tuple[Tensor, Tensor]:
     return affine(mean, scale, shift), gates
 
 
-def _moments(
+def moments_and_map(
     x: Tensor, fused: bool, mask: Tensor | None, with_var: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Callable[[Tensor, Tensor, Tensor], Tensor]]:
     """Mean, variance, counts (with a mask), and the affine map that belongs to this x."""
@@ -393,14 +326,3 @@ def _empty_modes(call: _Call) -> tuple[Tensor, Tensor]:
         _update_running(estimates, batch, options)
         y = plain.empty_output(y, batch.mean, batch.var)
     return y, gates
-
-
-def _cast(dtype: torch.dtype, parameter: Tensor | None) -> Tensor | None:
-    return None if parameter is None else plain.as_type(parameter, dtype)
-
-
-def _full_precision(x: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Keeps a gate of the user's own in full precision; compiled, it follows autocast."""
-    if autocasting(x) and not torch.compiler.is_compiling():
-        return torch.autocast(x.device.type, enabled=False)
-    return contextlib.nullcontext()

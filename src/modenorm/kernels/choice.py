@@ -8,9 +8,9 @@
     c            C, c/                                          float32 on a CPU with a compiler
     torch        torch operators, torch_passes, torch_mixing    everything else
 
-The last three are the backend "fused". modenorm/paths.py takes the path's autograd node for a whole
-layer if it has one for such a call, and otherwise two nodes around the mixing, which ask
-`choose_kernels` for the tensors at hand.
+The last three are the backend "fused". modenorm/paths.py and group_paths.py take the path's
+autograd node for a whole layer if it has one for such a call, and otherwise two nodes around the
+mixing, which ask `choose_kernels` for the tensors at hand.
 """
 
 from __future__ import annotations

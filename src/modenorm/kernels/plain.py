@@ -19,8 +19,8 @@ from modenorm.exchange import Ranks
 from modenorm.kernels.layout import statistics_dtype
 
 __all__ = [
-    "apply", "as_type", "differentiate", "empty_output", "masked_moments", "mode_group_norm",
-    "mode_norm", "moments", "node", "only_plain", "widened",
+    "apply", "as_type", "differentiate", "empty_output", "in_type", "masked_moments",
+    "mode_group_norm", "mode_norm", "moments", "node", "only_plain", "widened",
 ]  # fmt: skip
 
 
@@ -89,6 +89,11 @@ def empty_output(x: Tensor, *used: Tensor | None) -> Tensor:
 def as_type(y: Tensor, dtype: torch.dtype) -> Tensor:
     """y in a type; y itself if it has it, which a traced `to` of torch 2.11 gives no gradient."""
     return y if y.dtype == dtype else y.to(dtype)
+
+
+def in_type(dtype: torch.dtype, *parameters: Tensor | None) -> list[Tensor | None]:
+    """Parameters, of which there may be none, in a type."""
+    return [None if p is None else as_type(p, dtype) for p in parameters]
 
 
 def only_plain(*upstream: Tensor | None) -> bool:
