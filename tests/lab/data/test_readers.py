@@ -153,6 +153,12 @@ def test_cifar_from_the_published_archive(tmp_path):
         load("cifar10", tmp_path / "data")
 
 
+def test_cifar_archive_of_no_kind_is_refused_in_one_line(tmp_path):
+    (tmp_path / "cifar-10-python.tar.gz").write_bytes(b"<html>not found</html>")
+    with pytest.raises(DataError, match=r"^[^\n]*expected a complete tar.gz archive[^\n]*\)$"):
+        load("cifar10", tmp_path)
+
+
 def test_cifar_archive_without_a_batch(tmp_path):
     write_cifar10(tmp_path / "b")
     with tarfile.open(tmp_path / "cifar-10-python.tar.gz", "w:gz") as tar:
@@ -218,6 +224,7 @@ def test_cifar_every_truncation_is_refused(tmp_path):
         ({b"data": np.zeros((2, 3072), np.uint8)}, "list of integers 'labels'"),
         ({b"data": np.zeros((2, 3072), np.uint8), b"labels": [1]}, "2 images, expected 1"),
         ({b"data": np.zeros((2, 3072), np.uint8), b"labels": [1, 10]}, "label 10, expected 0 to 9"),
+        ({b"data": np.zeros((1, 3072), np.uint8), b"labels": [10**30]}, "data_batch_1: label 1000"),
         ({b"data": np.zeros((2, 3072), np.float32), b"labels": [1, 1]}, "array of type"),
     ],
 )
@@ -255,7 +262,11 @@ def test_svhn_truncated(root, keep):
         ({"X": np.zeros((32, 32, 3, 2)), "y": np.ones((2, 1))}, "X is float64"),
         ({"X": np.zeros((32, 32, 3, 2), np.uint8), "y": np.ones((3, 1))}, "2 images, expected 3"),
         ({"X": np.zeros((32, 32, 3, 2), np.uint8), "y": np.zeros((2, 1))}, "label 0, expected 1"),
-        ({"X": np.zeros((32, 32, 3, 2), np.uint8), "y": np.full((2, 1), 11)}, "label 11, expected"),
+        ({"X": np.zeros((32, 32, 3, 2), np.uint8), "y": np.full((2, 1), 11)}, "label 11, expect"),
+        ({"X": np.zeros((32, 32, 3, 2), np.uint8), "y": np.full((2, 1), 1.5)}, "label 1.5, exp"),
+        ({"X": np.zeros((32, 32, 3, 2), np.uint8), "y": np.full((2, 1), np.nan)}, "label nan, exp"),
+        ({"X": np.zeros((32, 32, 3, 2), np.uint8), "y": ["a", "b"]}, "32.mat: y is no array of nu"),
+        ({"X": np.zeros((32, 32, 3, 2), np.uint8), "y": {"a": 1}}, "32.mat: y is no array of num"),
     ],
 )
 def test_svhn_wrong_content(root, content, message):

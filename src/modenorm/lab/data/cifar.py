@@ -106,6 +106,8 @@ def read_batch(data: bytes, path: Path, num_classes: int) -> tuple[np.ndarray, n
     if not isinstance(labels, list) or not all(type(label) is int for label in labels):
         raise DataError(f"{path}: expected a list of integers {key.decode()!r}")
     images = array.values.reshape(-1, 3, 32, 32)
+    if wrong := [label for label in labels if not 0 <= label < num_classes]:  # any size of integer
+        raise DataError(f"{path}: label {wrong[0]}, expected 0 to {num_classes - 1}")
     return checked(path, images, np.array(labels, np.int64), num_classes)
 
 
@@ -140,4 +142,5 @@ def _members(archive: Path) -> Iterator[tuple[str, bytes]]:
                 if stream is not None:
                     yield Path(member.name).name, stream.read()
     except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
-        raise DataError(f"{archive}: expected a complete tar.gz archive ({error})") from error
+        reason = str(error).split(":\n")[0]  # tarfile adds a line for each compression it tried
+        raise DataError(f"{archive}: expected a complete tar.gz archive ({reason})") from error

@@ -35,8 +35,16 @@ def _read_mat(path: Path, num_classes: int) -> Split:
         raise DataError(
             f"{path}: X is {images.dtype} {images.shape}, expected uint8 (32, 32, 3, N)"
         )
-    digits = labels.reshape(-1).astype(np.int64)
-    if digits.size and digits.min() < 1:
-        raise DataError(f"{path}: label {digits.min()}, expected 1 to 10")
+    digits = _digits(path, labels)
     planes = np.ascontiguousarray(images.transpose(3, 2, 0, 1))
     return checked(path, planes, np.where(digits == 10, 0, digits), num_classes)
+
+
+def _digits(path: Path, labels: object) -> np.ndarray:
+    """The labels as integers, which MATLAB may have kept as fractions, texts or cells too."""
+    if not isinstance(labels, np.ndarray) or labels.dtype.kind not in "iuf":
+        raise DataError(f"{path}: y is no array of numbers, expected labels from 1 to 10")
+    wrong = labels[~np.isin(labels, range(1, 11))]
+    if wrong.size:
+        raise DataError(f"{path}: label {wrong[0]:g}, expected 1 to 10")
+    return labels.reshape(-1).astype(np.int64)
