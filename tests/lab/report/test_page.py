@@ -13,7 +13,7 @@ from fake_runs import fake_gallery, fake_run, read_lines
 from typer.testing import CliRunner
 
 from modenorm.lab.cli import app
-from modenorm.lab.report import Page, PaperNumber, read_records, render
+from modenorm.lab.report import Page, PaperNumber, read_records, render, write_page
 from modenorm.lab.report.tables import Mean, group, read_table
 
 
@@ -185,7 +185,7 @@ def test_broken_runs_are_shown_as_such(runs):
     expected = broken_runs(runs)
     incomplete = fake_run(runs, norm="gn", done=False)
     failed = fake_run(runs, norm="mgn", done=False)
-    (failed / "failed").write_text("the loss is no longer finite\n")
+    (failed / "failed").write_text(f"{failed.name}: the loss is no longer finite\n")
     cut = fake_run(runs, norm="ln", done=False)
     with (cut / "metrics.jsonl").open("a") as file:
         file.write('{"step": 60, "sam')
@@ -197,6 +197,7 @@ def test_broken_runs_are_shown_as_such(runs):
     assert records[incomplete.name].state == records[cut.name].state == "incomplete"
     assert records[cut.name].problems == []
     assert records[failed.name].state == "failed"
+    assert records[failed.name].problems == ["the training failed: the loss is no longer finite"]
     html = render(list(records.values()), Page())
     text = text_of(html)
     for words in (*expected, *expected.values(), "the loss is no longer finite"):
@@ -267,6 +268,15 @@ def test_the_page_needs_no_network(runs):
     own = re.sub(r"<script>\n?/\*\*.*?</script>", "", html, flags=re.S)
     assert not re.search(r"(src|href)=[\"']?(https?:)?//", own)
     assert "default-src 'none'" in own
+
+
+def test_text_that_is_no_unicode_does_not_break_the_page(tmp_path):
+    run = fake_run(tmp_path / "runs", norm="mn")
+    file = run / "config.json"
+    config = json.loads(file.read_text()) | {"dataset": "folder:caf\udce9"}  # a name in Latin-1
+    file.write_text(json.dumps(config))
+    write_page(tmp_path / "page.html", read_records([tmp_path / "runs"]), Page())
+    assert "on caf?" in (tmp_path / "page.html").read_text("utf-8")
 
 
 def test_no_runs_at_all(tmp_path):

@@ -348,6 +348,10 @@ def test_a_broken_result_is_named_and_can_be_made_again(
     with pytest.raises(ValueError, match="no result of a training") as error:
         train(config, tmp_path, data=fake_data())
     assert str(file) in str(error.value)
+    for change in ({"final_error": "a"}, {"domain_errors": 1}, {"domain_errors": {"a": None}}):
+        file.write_text(json.dumps(first | change))
+        with pytest.raises(ValueError, match=f"no result of a training .its {min(change)}"):
+            run.result()
     (run.path / "done").unlink()
     assert train(config, tmp_path, data=fake_data())["final_error"] == first["final_error"]
 

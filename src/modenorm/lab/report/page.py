@@ -73,7 +73,7 @@ def data_address(image: bytes) -> str:
 
 def write_page(path: Path, records: Sequence[Record], page: Page) -> int:
     """Write the page about some runs and return its size in bytes."""
-    content = render(records, page).encode()
+    content = render(records, page).encode(errors="replace")  # file names need not be Unicode
     write_whole(path, content)
     return len(content)
 

@@ -108,6 +108,7 @@ def _read(folder: Path) -> Record:
         record.state = "done" if done else "failed"
     if failed:
         reason = (folder / "failed").read_text(errors="replace").strip()
+        reason = reason.removeprefix(f"{folder.name}: ")  # which is told beside it
         record.problems.append(f"the training failed: {reason}")
     return record
 

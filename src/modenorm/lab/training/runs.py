@@ -117,7 +117,7 @@ class Run:
         """Read the result of a run that is done."""
         file = self.path / "result.json"
         try:
-            return _object(file.read_text(), RESULT)
+            return _checked_result(_object(file.read_text(), RESULT))
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"{file} is no result of a training ({error}): delete {self.path / 'done'} and "
@@ -133,6 +133,17 @@ def _object(text: str, names: set[str]) -> dict[str, Any]:
     if missing := names - value.keys():
         raise ValueError(f"it has no {min(missing)}")
     return value
+
+
+def _checked_result(result: dict[str, Any]) -> dict[str, Any]:
+    """A result whose values are of the kinds that are shown."""
+    for name in sorted(RESULT - {"run", "domain_errors"}):
+        if type(result[name]) not in (int, float):
+            raise ValueError(f"its {name} is {result[name]!r}, which is not a number")
+    errors = result["domain_errors"]
+    if not isinstance(errors, dict) or any(type(e) not in (int, float) for e in errors.values()):
+        raise ValueError("its domain_errors are not numbers with names")
+    return result
 
 
 _held: set[IO[str]] = set()
