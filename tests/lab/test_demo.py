@@ -85,7 +85,7 @@ def test_the_demo_ends_with_a_table_and_a_page(invoke, tmp_path):
         assert layer["shares"] == pytest.approx(last[layer["name"]]["shares"], abs=1e-3)
         assert layer["domain_information"] >= 0
     checkpoint = run / "checkpoint.safetensors"
-    one = tmp_path / "one.html"
+    one = tmp_path / "pages" / "one.html"
     invoke("modes", checkpoint, "--layer", "stage2.norm", "--count", 5, "-o", one)
     shown = json.loads(re.search(r'id="data">(.*?)</script>', one.read_text(), re.S)[1])
     (layer,) = shown["galleries"][0]["layers"]

@@ -40,6 +40,10 @@ def test_list(root):
     assert "MNIST/raw" in lines["mnist"]
     assert "not there" in lines["svhn"]
     assert "made by code" in lines["builtin"]
+    assert "without svhn" in lines["multitask"]
+    file = root / "a file"
+    file.touch()
+    assert "is a file: --data is the folder" in run("list", "--data", file).output
 
 
 def test_incomplete_sets(small):

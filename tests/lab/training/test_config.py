@@ -97,6 +97,8 @@ def test_another_length_needs_its_own_milestones() -> None:
     assert recipe("lenet", total=1000, milestones=(500,)).milestones == (500,)
     with pytest.raises(ValueError, match="set --total"):
         recipe("lenet", unit="epochs")
+    with pytest.raises(ValueError, match="must be one of"):
+        recipe("lenet", unit="hours")
 
 
 def test_table_1_counts_samples() -> None:

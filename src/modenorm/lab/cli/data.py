@@ -56,17 +56,21 @@ def one_sentence(command: Callable[P, None]) -> Callable[P, None]:
 @one_sentence
 def list_sets(data: Folder = Path("data")) -> None:
     """Show which data sets are in the folder."""
+    if data.exists() and not data.is_dir():
+        raise DataError(f"{data} is a file: --data is the folder with the data sets")
     headings = ("name", "images", "classes", "files", "cached")
     table = make_table(*headings, right=("images", "classes"), title=f"Data sets in {data}")
     there, broken = present(data), incomplete(data)
     for name, published in PUBLISHED.items():
         images = " + ".join(str(sum(counts)) for counts in published.histograms.values())
-        lacking = Text("incomplete", style="red") if name in broken else Text("not there", "dim")
-        where = str(published.find(data)[0].parent) if name in there else lacking
+        state = Text("incomplete", style="red") if name in broken else Text("not there", "dim")
+        where = str(published.find(data)[0].parent) if name in there else state
         cached = (data / FOLDER / f"{name}.safetensors").exists()
         classes = str(len(published.classes))
         table.add_row(name, images, classes, where, "yes" if cached else "")
-    table.add_row("multitask", "243257 + 56032", "40", ", ".join(MULTITASK), "")
+    lacking = ", ".join(name for name in MULTITASK if name not in there)
+    parts = Text(f"without {lacking}", "dim") if lacking else ", ".join(MULTITASK)
+    table.add_row("multitask", "243257 + 56032", "40", parts, "")
     table.add_row("builtin", "12000 + 4000", "40", "made by code", "")
     make_console().print(table)
     for name, missing in broken.items():

@@ -27,7 +27,7 @@ from modenorm.lab.report import (
 from modenorm.lab.report.gallery import write_picture
 from modenorm.lab.report.streamed_gallery import make_streamed_gallery
 from modenorm.lab.training import Checkpoint, load_model
-from modenorm.lab.training.files import write_whole
+from modenorm.lab.training.files import check_file, write_whole
 from modenorm.lab.training.runner import choose_device
 from modenorm.lab.training.sources import SharedData
 from modenorm.modes.findings import ModeReport
@@ -47,6 +47,7 @@ def report_command(
 
     The page needs no network. Broken and incomplete runs are shown as such.
     """
+    check_file(output)
     records = read_records(runs)
     tables = [file for path in results for file in _tables(path)]
     page = Page(title, results=tables, paper=published_numbers())
@@ -87,6 +88,8 @@ def modes_command(
     kind = output.suffix.lower()
     if kind not in (".html", *PICTURES):
         raise ValueError(f"--output is {output}; its name must end in .html or .png")
+    for written in filter(None, (output, json)):
+        check_file(written)
     file = _checkpoint_at(path)
     model, checkpoint = load_model(file, choose_device(device))
     name = dataset or checkpoint.config.dataset

@@ -285,6 +285,7 @@ def recipe(model: str, **changes: Any) -> TrainConfig:
         raise ValueError(f"no recipe for model {model!r}: known are {', '.join(RECIPES)}")
     settings = dict(RECIPES[model])
     if "unit" in changes and "total" not in changes:
+        TrainConfig(**{"model": model, **settings, "unit": changes["unit"]})  # if there is such one
         raise ValueError(f"unit is {changes['unit']!r}, but how many is not said: set --total")
     dataset = changes.get("dataset", settings["dataset"])
     if folder_path(dataset) is None:
