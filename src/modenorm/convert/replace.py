@@ -57,7 +57,7 @@ Tied = dict[tuple[nn.Parameter, int], nn.Parameter]
 """A parameter with K rows for the one that it replaces: norms that had one in common still do."""
 
 
-class Options(NamedTuple):
+class LayerOptions(NamedTuple):
     """What `replace_batchnorm` passes on to every layer."""
 
     gate: nn.Module | GateFactory | None
@@ -133,7 +133,7 @@ def replace_batchnorm(
                 "through the model before making the optimizer"
             )
         check_optimizer(optimizer, model)
-    options = Options(gate, per_mode_affine, running_update)
+    options = LayerOptions(gate, per_mode_affine, running_update)
     fallback = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
     norms, replaced = {}, {}
     tied: Tied = {}
@@ -153,7 +153,9 @@ def replace_batchnorm(
     return {name: replaced[module] for module, name in found.items()}
 
 
-def _mode_norm(old: Any, name: str, num_modes: int, options: Options, fallback: Tensor) -> ModeNorm:
+def _mode_norm(
+    old: Any, name: str, num_modes: int, options: LayerOptions, fallback: Tensor
+) -> ModeNorm:
     """The mode norm that takes a batch norm's place, with its state."""
     target: Any = next((TARGETS[base] for base in type(old).__mro__ if base in TARGETS), ModeNormNd)
     like = next((t for t in (old.weight, old.running_mean) if t is not None), fallback)

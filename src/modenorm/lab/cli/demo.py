@@ -36,7 +36,7 @@ def demo_command(
 ) -> None:
     """Train BN, MN, GN and MGN on a built-in mixture of four domains and show what they do.
 
-    Takes two to three minutes on two CPU cores. An interrupted demo goes on where it stopped.
+    Takes about a minute on two CPU cores. An interrupted demo goes on where it stopped.
 
     Without the package plotly there are tables, but no page, and the exit code is 2.
     """
