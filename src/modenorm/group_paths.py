@@ -38,7 +38,7 @@ def normalize_channels(
     check_input(x)
     dtype = statistics_dtype(x)
     gate_weight, gate_bias = gate_weight.to(dtype), gate_bias.to(dtype)
-    weight, bias = plain.in_type(dtype, weight, bias)
+    weight, bias = plain.in_type(weight, dtype), plain.in_type(bias, dtype)
     given = Given(gate_weight, gate_bias, weight, bias, eps, variance == "pixel")
     with mixing.full_precision(x):
         if x.numel() == 0:

@@ -62,7 +62,7 @@ def normalize_modes(
     if options.momentum is None:
         check_options(options, estimates)
     dtype = statistics_dtype(x)
-    weight, bias = plain.in_type(dtype, weight, bias)
+    weight, bias = plain.in_type(weight, dtype), plain.in_type(bias, dtype)
     x, mask = (x, None) if mask is None else masked(x, mask)
     call = _Call(x, gates, estimates, weight, bias, options, mask)
     if not autocasting(x):

@@ -91,9 +91,9 @@ def as_type(y: Tensor, dtype: torch.dtype) -> Tensor:
     return y if y.dtype == dtype else y.to(dtype)
 
 
-def in_type(dtype: torch.dtype, *parameters: Tensor | None) -> list[Tensor | None]:
-    """Parameters, of which there may be none, in a type."""
-    return [None if p is None else as_type(p, dtype) for p in parameters]
+def in_type(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """The same of what there may be none of."""
+    return parameter if parameter is None or parameter.dtype == dtype else parameter.to(dtype)
 
 
 def only_plain(*upstream: Tensor | None) -> bool:
