@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -98,3 +99,14 @@ def fake_run(
         (path / "result.json").write_text(json.dumps(result))
         (path / "done").touch()
     return path
+
+
+def page_data(html: str) -> dict:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.S)
+    return json.loads(found[1])
+
+
+def text_of(html: str) -> str:
+    """What a reader sees, without scripts."""
+    html = re.sub(r"<script.*?</script>|<style.*?</style>", "", html, flags=re.S)
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", html))

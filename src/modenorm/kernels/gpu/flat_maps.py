@@ -61,10 +61,8 @@ def _flat_apply_backward_kernel(
     BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    if BESIDE:
-        begin_beside(OVERLAPS)
-    else:
-        begin(OVERLAPS)
+    begin(OVERLAPS and not BESIDE)
+    begin_beside(OVERLAPS and BESIDE)
     first, offs, mask, rows, own = _pieces(num_rows, size, DIVIDES, P, WIDTH, BLOCK)
     dy = tl.load(dy_ptr + first + offs, mask=mask, other=0.0).to(tl.float32)
     scale = _of_rows(scale_ptr, rows, own, num_rows)
@@ -74,8 +72,7 @@ def _flat_apply_backward_kernel(
         centre = _of_rows(centre_ptr, rows, own, num_rows)
         dx += _of_rows(slope_ptr, rows, own, num_rows) * (x - centre)
     tl.store(dx_ptr + first + offs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-    if BESIDE:
-        end_beside(OVERLAPS)
+    end_beside(OVERLAPS and BESIDE)
 
 
 @triton.jit

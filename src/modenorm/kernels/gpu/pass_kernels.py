@@ -276,10 +276,8 @@ def apply_backward_kernel(
     OVERLAPS: tl.constexpr,
 ):
     """dx = scale · dy + slope · (x − centre) + offset."""
-    if BESIDE:
-        begin_beside(OVERLAPS)
-    else:
-        begin(OVERLAPS)
+    begin(OVERLAPS and not BESIDE)
+    begin_beside(OVERLAPS and BESIDE)
     num_rows, num_positions, stride_row, stride_position = _hinted(
         num_rows, num_positions, stride_row, stride_position, DIVIDES_R, DIVIDES_P
     )
@@ -296,8 +294,7 @@ def apply_backward_kernel(
         slope = tl.load(slope_ptr + out, mask=mask_rows, other=0.0)[:, None]
         dx += slope * (x - centre)
     tl.store(dx_ptr + start + offs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-    if BESIDE:
-        end_beside(OVERLAPS)
+    end_beside(OVERLAPS and BESIDE)
 
 
 @triton.jit

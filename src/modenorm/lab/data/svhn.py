@@ -93,10 +93,8 @@ def _elements(data: bytes, order: str) -> Iterator[tuple[int, bytes]]:
         place = start + size + padding
 
 
-def _digits(path: Path, labels: object) -> np.ndarray:
-    """The labels as integers, which MATLAB may have kept as fractions, texts or cells too."""
-    if not isinstance(labels, np.ndarray) or labels.dtype.kind not in "iuf":
-        raise DataError(f"{path}: y is no array of numbers, expected labels from 1 to 10")
+def _digits(path: Path, labels: np.ndarray) -> np.ndarray:
+    """The labels as integers, which MATLAB may have kept as other numbers."""
     wrong = labels[~np.isin(labels, range(1, 11))]
     if wrong.size:
         raise DataError(f"{path}: label {wrong[0]:g}, expected 1 to 10")

@@ -284,8 +284,7 @@ def recipe(model: str, **changes: Any) -> TrainConfig:
     if model not in RECIPES:
         raise ValueError(f"no recipe for model {model!r}: known are {', '.join(RECIPES)}")
     settings = dict(RECIPES[model])
-    if "unit" in changes and "total" not in changes:
-        TrainConfig(**{"model": model, **settings, "unit": changes["unit"]})  # if there is such one
+    if changes.get("unit") in CHOICES["unit"] and "total" not in changes:
         raise ValueError(f"unit is {changes['unit']!r}, but how many is not said: set --total")
     dataset = changes.get("dataset", settings["dataset"])
     if folder_path(dataset) is None:
@@ -297,5 +296,6 @@ def recipe(model: str, **changes: Any) -> TrainConfig:
         settings = {k: v for k, v in settings.items() if k not in ("stream", "image_size")}
     length = {"unit": "epochs", **settings}
     if any(changes.get(name, length[name]) != length[name] for name in ("unit", "total")):
-        settings.update(milestones=(), eval_every=max(1, changes["total"] // 20))
+        total = changes.get("total", length["total"])
+        settings.update(milestones=(), eval_every=max(1, total // 20))
     return TrainConfig(**{"model": model, **settings, **changes})
