@@ -1,4 +1,4 @@
-# Every target sets up .venv by itself. Three commands matter: make demo, make test, make lint.
+# Targets set up .venv by themselves. Three commands matter: make demo, make test, make lint.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin

@@ -16,7 +16,8 @@ class HasListeners(nn.Module):
     """A layer with optional listeners; its copies and pickles have none.
 
     Attributes:
-        gate_listener: Is called with the gates of every forward, (N, K).
+        gate_listener: Is called with the gates of every forward: (N, K), or (N, C, K) in a mode
+            group norm.
         usage_listener: Is called, by mode norms alone, with the gates' mean over the samples, (K,),
             where it can learn: it is found on the way, and its gradient needs no memory for those
             of the gates.

@@ -228,8 +228,20 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch):
     forward = modenorm.ModeNorm2d.forward
     monkeypatch.setattr(modenorm.ModeNorm2d, "forward", lambda self, x: forward(self, x) * 1.01)
     case = layer.Case((4, 3, 5, 5), "float32", "NCHW", "cpu")
-    with pytest.raises(ValueError, match=r"mn2 is wrong .* relative error of y is 1\.0e-02"):
+    with pytest.raises(ValueError, match=r"mn2 is wrong .* error of the output is 1\.0e-02"):
         list(layer.measure(case, ["bn", "mn2"]))
+
+
+def test_a_kernel_with_wrong_gradients_of_parameters_is_not_timed(monkeypatch):
+    forward = modenorm.ModeNorm2d.forward
+
+    def steeper(self, x):
+        return forward(self, x) + (self.weight - self.weight.detach()).sum()
+
+    monkeypatch.setattr(modenorm.ModeNorm2d, "forward", steeper)
+    case = layer.Case((4, 3, 5, 5), "float32", "NCHW", "cpu")
+    with pytest.raises(ValueError, match=r"mn2 is wrong .* of the gradients of parameters"):
+        layer.check(case, "mn2")
 
 
 @pytest.mark.parametrize("name", ["mn1", "mn4", "mgn2", "loop2", "bn", "gn"])

@@ -2,7 +2,9 @@
 
     path         code                                           serves
     reference    the paper's sums, reference.py                 what `use_backend` forces on it
-    eager        plain differentiable operators, plain.py       masks, `torch.func`, tracing
+    eager        plain differentiable operators, plain.py       masks, `torch.func`, tracing,
+                                                                `torch.compile` on a CPU,
+                                                                float64 on a GPU
     operators    registered operators, gpu/*_operator           `torch.compile` on a GPU
     gpu          Triton, gpu/                                   GPUs
     c            C, c/                                          float32 on a CPU with a compiler

@@ -38,11 +38,11 @@ INTRO = (
     "image, where group normalization (GN) uses fixed groups.",
     "Here the same small network (LeNet) is trained with each of them on a mixture of four "
     "sources of images, each with ten classes, all 40 to be told apart. Each training sees "
-    "{samples:,} images, so that it takes minutes on a laptop; the paper's see {published:,}. "
-    "Differences of a point between such short trainings come and go with the seed, so look at "
-    "what the modes find rather than at who wins. Learning rate and momentum are those of the "
-    "paper's experiment with LeNet; the batch of 32 and the number of epochs were settled after "
-    "looking at test errors, so the errors illustrate and prove nothing.",
+    "{samples:,} images, so that all take a minute or two on a laptop; the paper's see "
+    "{published:,}. Differences of a point between such short trainings come and go with the "
+    "seed, so look at what the modes find rather than at who wins. Learning rate and momentum are "
+    "those of the paper's experiment with LeNet; the batch of 32 and the number of epochs were "
+    "settled after looking at test errors, so the errors illustrate and prove nothing.",
 )
 
 

@@ -275,9 +275,14 @@ def _with_error(value: float | None, within: float | None) -> str:
 
 
 def markdown_table(header: list[str], lines: list[list[str]]) -> str:
-    """A table in Markdown, with numbers in all columns but the first."""
-    rule = ["---"] + ["--:"] * (len(header) - 1)
+    """A table in Markdown; after the first column, those of numbers are set to the right."""
+    numbers = [all(map(_is_number, cells)) for _, *cells in zip(header, *lines, strict=True)]
+    rule = ["---", *("--:" if right else "---" for right in numbers[1:])]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *lines))
+
+
+def _is_number(cell: str) -> bool:
+    return cell in ("", "missing") or cell.lstrip("+−-")[:1].isdigit()
 
 
 def _conditions(rows: list[Row]) -> str:

@@ -31,9 +31,7 @@ LEVEL = [
         ("LeNet-5, momentum 0.9", {"momentum": 0.9}, None),
         ("LeNet-5, learning rate 0.01", {"lr": 0.01}, None),
     )
-    for cell in cells_of(
-        "level", group, {**LENET, "batch": 128, **settings}, published or _BN_AND_MN
-    )
+    for cell in cells_of("level", group, {**LENET, **settings}, published or _BN_AND_MN)
 ]
 
 # The paper's settings with the layers' options that it leaves open or does not have.
@@ -41,7 +39,7 @@ OPTIONS = [
     *cells_of(
         "options",
         "LeNet, N=128",
-        {**LENET, "batch": 128},
+        LENET,
         {
             "BN": None,
             **{f"MN K={k}{gate}": None for k in (2, 4, 6) for gate in ("", ", standardised gate")},
@@ -63,7 +61,7 @@ OPTIONS = [
 AUTOMATIC = [
     cell
     for group, settings in (
-        ("LeNet, N=128", {**LENET, "batch": 128}),
+        ("LeNet, N=128", LENET),
         ("ResNet20 on CIFAR-10", {**RESNET20, **CIFAR10}),
     )
     for cell in cells_of(

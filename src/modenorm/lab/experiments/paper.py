@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from modenorm.lab.data.folder import STAND_INS, folder_name, folder_path, recognise
-from modenorm.lab.training import TrainConfig
+from modenorm.lab.training import RECIPES, TrainConfig
 from modenorm.lab.training.closing import DEFAULT_SPARSITY
 
 Published = tuple[float, float | None] | None
@@ -92,52 +92,23 @@ NORMS: dict[str, dict[str, Any]] = {
     "first norm MN K=2": {"norm": "mn", "modes": 2, "where": "first"},
 }
 
-LENET = {
-    "model": "lenet",
-    "dataset": "multitask",
-    "lr": 0.1,
-    "unit": "samples",
-    "total": 3_500_000,
-    "milestones": (2_500_000, 3_000_000),
-    "eval_every": 100_000,
-}
-LENET_SMALL_BATCHES = {
-    "model": "lenet",
-    "dataset": "multitask",
+LENET: dict[str, Any] = {"model": "lenet", **RECIPES["lenet"]}
+LENET_SMALL_BATCHES: dict[str, Any] = {
+    **LENET,
     "lr": 0.02,
     "unit": "updates",
     "total": 50_000,
     "milestones": (35_000, 42_500),
     "eval_every": 2_500,
 }
-DEEP = {
-    "lr": 0.1,
-    "momentum": 0.9,
-    "weight_decay": 1e-4,
-    "unit": "epochs",
-    "eval_every": 1,
-    "augment": True,
-    "dtype": "bfloat16",
-    "channels_last": True,
-    "compile": True,
-}
-NIN = {**DEEP, "model": "nin", "batch": 128, "total": 100, "milestones": (65, 80)}
-VGG13 = {**DEEP, "model": "vgg13", "batch": 128, "total": 100, "milestones": (65, 80, 90)}
-RESNET20 = {**DEEP, "model": "resnet20", "batch": 128, "total": 160, "milestones": (80, 120)}
-RESNET56 = {**RESNET20, "model": "resnet56"}
-RESNET18 = {
-    **DEEP,
-    "model": "resnet18",
-    "batch": 256,
-    "total": 90,
-    "milestones": (30, 60),
-    "crop": "resized",
-}
+FAST = {"dtype": "bfloat16", "channels_last": True, "compile": True}
+NIN, VGG13, RESNET20, RESNET56, RESNET18 = (
+    {"model": model, **RECIPES[model], **FAST}
+    for model in ("nin", "vgg13", "resnet20", "resnet56", "resnet18")
+)
 CIFAR10, CIFAR100 = {"dataset": "cifar10"}, {"dataset": "cifar100"}
-ILSVRC12 = {"dataset": "folder:imagenet", "image_size": 224, "stream": True}
-TINY = {"dataset": "folder:tiny-imagenet-200", "image_size": 64}
-IMAGENETTE = {**ILSVRC12, "dataset": "folder:imagenette"}
-ANY_FOLDER = {**ILSVRC12, "dataset": "folder:stand-in"}
+TINY = {"dataset": "folder:tiny-imagenet-200", "image_size": 64, "stream": False}
+IMAGENETTE, ANY_FOLDER = {"dataset": "folder:imagenette"}, {"dataset": "folder:stand-in"}
 
 TRAIN_IMAGES = {
     "multitask": 243_257,
@@ -168,7 +139,7 @@ PUBLISHED1: dict[str, Published] = {
     "MN K=4": (24.25, 0.71),
     "MN K=6": (25.12, 1.48),
 }
-TABLE1 = cells_of("table1", "LeNet, N=128", {**LENET, "batch": 128}, PUBLISHED1)
+TABLE1 = cells_of("table1", "LeNet, N=128", LENET, PUBLISHED1)
 
 TABLE2 = [
     *cells_of(
@@ -229,7 +200,7 @@ TABLE4 = [
         "table4",
         "ResNet18 on ILSVRC12",
         "BN",
-        {**RESNET18, **ILSVRC12, **NORMS["BN"]},
+        {**RESNET18, **NORMS["BN"]},
         30.25,
         top5=10.90,
     ),
@@ -237,7 +208,7 @@ TABLE4 = [
         "table4",
         "ResNet18 on ILSVRC12",
         "MN K=2",
-        {**RESNET18, **ILSVRC12, **NORMS["MN K=2"]},
+        {**RESNET18, **NORMS["MN K=2"]},
         30.07,
         top5=10.65,
     ),

@@ -1,4 +1,4 @@
-"""Convolutions into an odd number of channels, in half precision on a GPU.
+"""Convolutions into a number of channels that 8 does not divide, in half precision on a GPU.
 
 cuDNN's fast kernels need pixels that begin at multiples of 16 bytes, in the result as elsewhere: a
 convolution into ten classes takes several times as long as one into sixteen. So these compute some

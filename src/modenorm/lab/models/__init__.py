@@ -83,7 +83,7 @@ def create_model(
             that matches a layer's name decides.
         groups: G of gn.
         where: "all" norms of the network, or only the "first", the others being batch norms.
-        momentum: Memory of the running estimates of bn and mn.
+        momentum: Weight of the newest batch in the running estimates of bn and mn.
         gate: The gating networks of mn: a key of `GATES`, or a function that makes one from (C, K);
             None for the layer's own.
         variance: What mgn takes its variance over.

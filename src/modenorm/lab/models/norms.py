@@ -32,7 +32,7 @@ def make_norm(
         num_features: C.
         modes: K of mn and mgn.
         groups: G of gn; must divide C.
-        momentum: Memory of the running estimates of bn and mn.
+        momentum: Weight of the newest batch in the running estimates of bn and mn.
         eps: Added to every variance.
         gate: The gating network of mn: a key of `GATES`, or a function that makes one from (C, K);
             None for the layer's own.

@@ -71,7 +71,7 @@ class TrainConfig:
         seed: Decides the initial weights, the order of samples, augmentation and dropout.
         dtype: "bfloat16" computes under autocast; weights stay float32.
         channels_last: Keep images and weights in torch's channels_last format.
-        compile: On a GPU, train the model compiled by torch.compile; evaluations are not.
+        compile: On a GPU, train and evaluate the model compiled by torch.compile.
         sync: Trained by several ranks, take the statistics of bn and mn over the whole batch, not
             over each rank's part of it; then the number of ranks makes no difference.
     """
