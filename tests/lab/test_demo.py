@@ -60,7 +60,8 @@ def test_the_demo_ends_with_a_table_and_a_page(invoke, tmp_path):
     assert len(data["runs"]) == len(NORMS)
     assert len(data["galleries"]) == 3
     assert html.count('src="data:image/webp') == 4
-    assert "sees 800 images, so that all take a minute or two on a laptop; the paper&#39;s see 3,5" in html
+    words = "all take a minute or two on a laptop; the paper&#39;s see 3,5"
+    assert f"sees 800 images, so that {words}" in html
     for run in data["runs"]:
         result = json.loads((tmp_path / "runs" / run["name"] / "result.json").read_text())
         assert run["final_error"] == result["final_error"]
