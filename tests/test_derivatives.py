@@ -182,3 +182,18 @@ def test_plain_operators_hold_no_part_of_a_gradient_in_float16(case):
         y = layer.double()(x.double(), **options)
         expected = torch.autograd.grad(y, x, upstream.double())[0]
     assert_close(actual, expected, 2**-10)  # the rounding to float16, here and there
+
+
+@pytest.mark.parametrize("path", ["fused", "eager", "masked"])
+def test_gradients_of_gates_keep_their_digits_amid_large_means(path):
+    torch.manual_seed(0)
+    x = torch.randn(64, 16, 8, 8) + 30 + torch.randn(64, 16, 1, 1)
+    dy = torch.randn_like(x) + 1
+    layer = modenorm.ModeNorm2d(16, 2)
+    exact = copy.deepcopy(layer).double()
+    exact(x.double()).backward(dy.double())
+    mask = torch.ones(64, 8, 8) if path == "masked" else None
+    with modenorm.use_backend("eager" if path == "eager" else "auto"):
+        layer(x, mask=mask).backward(dy)
+    truth = exact.gate.weight.grad
+    assert (layer.gate.weight.grad - truth).norm() < 0.01 * truth.norm()

@@ -21,6 +21,7 @@ __all__ = [
     "RunningEstimates",
     "Statistics",
     "autocasting",
+    "batch_map",
     "batch_statistics",
     "channel_modes",
     "coefficients",
@@ -98,15 +99,62 @@ def batch_statistics(
         gates: g, (N, K).
         counts: (N,), positions that count in each sample; None when all samples have the same.
     """
+    origin = _origin(mean, 0)
+    batch = _statistics(mean - origin, var, gates, counts, origin)
+    return batch._replace(mean=batch.mean + origin)
+
+
+def batch_map(
+    mean: Tensor,
+    var: Tensor,
+    gates: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    counts: Tensor | None = None,
+    constant: bool = False,
+) -> tuple[Tensor, Tensor, Statistics]:
+    """Scale and shift around the mean by the batch's own statistics, and these.
+
+    Args:
+        mean: m, (N, C).
+        var: v, (N, C).
+        gates: g, (N, K).
+        weight: See `coefficients`.
+        bias: See `coefficients`.
+        eps: Added to every variance.
+        counts: See `batch_statistics`.
+        constant: The map's centre is not to be differentiated.
+    """
+    origin = _origin(mean, 0)
+    apart = mean - origin
+    batch = _statistics(apart, var, gates, counts, origin)
+    centre = apart.detach() if constant else apart
+    scale, shift = coefficients(batch.mean, batch.var, gates, centre, weight, bias, eps)
+    return scale, shift, batch._replace(mean=batch.mean + origin)
+
+
+def _origin(mean: Tensor, axis: int) -> Tensor:
+    """A constant amid the means, from which they are counted.
+
+    Sums of large means lose digits, in the gates' gradients first of all: these are differences of
+    sums that nearly cancel, and differences of means stay the same wherever one counts from.
+    """
+    return mean.detach().mean(axis).nan_to_num(0.0, 0.0, 0.0)  # of no samples, or too large
+
+
+def _statistics(
+    apart: Tensor, var: Tensor, gates: Tensor, counts: Tensor | None, origin: Tensor
+) -> Statistics:
+    """`batch_statistics` of means that are counted from the origin, and so are the modes'."""
     total = gates.shape[0] if counts is None else counts.sum()
     if counts is not None:
         gates = gates * counts[:, None]
     mass = gates.sum(0)  # (K,)
     weights = (gates / divisor_of(mass)).t()  # (K, N), rows sum to 1
-    # around a constant, since sums of large means lose digits, in the gates' gradients first of all
-    centre = mean.detach().mean(0).nan_to_num(0.0, 0.0, 0.0)  # of no samples, or too large
-    mode_mean = product(weights, mean - centre) + centre * (mass[:, None] > 0)
-    between = (mean - mode_mean[:, None]) ** 2  # (K, N, C)
+    mode_mean = product(weights, apart) - origin * (mass[:, None] == 0)
+    between = (apart - mode_mean[:, None]) ** 2  # (K, N, C)
     mode_var = (weights[:, :, None] * (var + between)).sum(1)
     return Statistics(mode_mean, mode_var, mass, mass / total)
 
@@ -160,14 +208,15 @@ def channel_modes(
     """
     logs = torch.log_softmax(mean[..., None] * gate_weight + gate_bias, dim=-1)  # (N, C, K)
     weights = torch.softmax(logs, dim=1)  # gates over their sum, which may be too small a number
-    centre = mean.detach().mean(1, keepdim=True).nan_to_num(0.0, 0.0, 0.0)  # see above
-    mode_mean = (weights * (mean - centre)[..., None]).sum(1) + centre  # (N, K)
-    square = (mean[..., None] - mode_mean[:, None]) ** 2  # (N, C, K)
+    apart = mean - _origin(mean, 1)[:, None]
+    mode_mean = (weights * apart[..., None]).sum(1)  # (N, K)
+    distance = apart[..., None] - mode_mean[:, None]  # (N, C, K)
+    square = distance**2
     if var is not None:
         square = square + var[..., None]
     inverse = torch.rsqrt((weights * square).sum(1) + eps)  # (N, K)
     scale = inverse.mean(1, keepdim=True).expand_as(mean)
-    shift = ((mean[..., None] - mode_mean[:, None]) * inverse[:, None]).mean(-1)
+    shift = (distance * inverse[:, None]).mean(-1)
     if weight is not None:
         scale, shift = scale * weight, shift * weight
     if bias is not None:

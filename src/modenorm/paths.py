@@ -225,6 +225,14 @@ def _by_parts(call: _Call, fused: bool) -> tuple[Tensor, Tensor]:
         )
         _update_running(estimates, batch, options)
         return affine(mean.detach(), scale, shift), gates
+    if call.from_batch and options.ranks is None:
+        assert var is not None
+        given = (mean, var, gates, weight, bias, options.eps)
+        scale, shift, batch = mixing.batch_map(*given, counts=counts)
+        if counts is not None:  # one value has no variance, so running estimates stay
+            batch = batch._replace(mass=torch.where(counts.sum() > 1, batch.mass, 0))
+        _update_running(estimates, batch, options)
+        return affine(mean, scale, shift), gates
     if counts is None and options.ranks is not None:
         counts = gates.new_tensor(x.shape[2:].numel()).expand(x.shape[0])
     mode_mean, mode_var = _mode_moments(mean, var, counts, gates, estimates, options)
@@ -255,17 +263,13 @@ def _mode_moments(
     estimates: RunningEstimates | None,
     options: Options,
 ) -> tuple[Tensor, Tensor]:
-    """μ_k and σ²_k, (K, C): of the batch in training, which moves the estimates, or these."""
+    """μ_k and σ²_k, (K, C): of all ranks' batches, which moves the estimates, or these."""
     if estimates is not None and not options.training:
         return estimates.mean.to(gates.dtype), estimates.var.to(gates.dtype)
     assert var is not None
-    if options.ranks is None:
-        batch = mixing.batch_statistics(mean, var, gates, counts)
-        if counts is not None:  # one value has no variance, so running estimates stay
-            batch = batch._replace(mass=torch.where(counts.sum() > 1, batch.mass, 0))
-    else:
-        assert counts is not None
-        batch = exchange.statistics(mean, var, gates * counts[:, None], options.ranks)
+    assert counts is not None
+    assert options.ranks is not None
+    batch = exchange.statistics(mean, var, gates * counts[:, None], options.ranks)
     _update_running(estimates, batch, options)
     return batch.mean, batch.var
 

@@ -138,8 +138,7 @@ def _plain_mix(
     among: _Among | None,
 ) -> tuple[Tensor, Tensor]:
     if among is None:
-        batch = mixing.batch_statistics(mean, var, gates)
-    else:
-        batch = exchange.statistics(mean, var, gates * among.positions, among.ranks)
+        return mixing.batch_map(mean, var, gates, weight, bias, eps, constant=True)[:2]
+    batch = exchange.statistics(mean, var, gates * among.positions, among.ranks)
     centre = mean.detach()
     return mixing.coefficients(batch.mean, batch.var, gates, centre, weight, bias, eps)

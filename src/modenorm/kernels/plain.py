@@ -163,10 +163,10 @@ def mode_norm(
         assert gate_bias is not None
         gates = torch.softmax(mean @ gate_weight.t() + gate_bias, dim=1)
     if ranks is None:
-        batch = mixing.batch_statistics(mean, var, gates)
+        scale, shift, _ = mixing.batch_map(mean, var, gates, weight, bias, eps)
     else:
         batch = exchange.statistics(mean, var, gates * x.shape[2:].numel(), ranks)
-    scale, shift = mixing.coefficients(batch.mean, batch.var, gates, mean, weight, bias, eps)
+        scale, shift = mixing.coefficients(batch.mean, batch.var, gates, mean, weight, bias, eps)
     return apply(wide, mean, scale, shift, dtype=x.dtype), gates, gates.mean(0)
 
 
