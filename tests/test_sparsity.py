@@ -252,3 +252,11 @@ def test_training_with_a_strong_penalty_leaves_one_mode(method):
         assert max(shares) > 0.99
     else:
         assert float(expected_open(sparsity.log_odds.detach()).max()) < 0.05
+
+
+def test_switches_are_made_under_any_default_device():
+    model = ModeNorm1d(4, 3)
+    with torch.device("meta"):
+        penalty = ModeSparsity(model, method="switch")
+    model(torch.randn(8, 4))
+    assert penalty().isfinite()

@@ -265,20 +265,23 @@ def reset_gate(gate: nn.Module) -> None:
         reset_gate(part)
 
 
-def is_the_papers(gate: Gate) -> bool:
-    """Whether it is a `LinearGate`, unchanged and without hooks: kernels may compute it."""
-    if type(gate) is not LinearGate:
+def is_just(kind: type[nn.Module], module: object) -> bool:
+    """Whether a module is of this very class, unchanged and without hooks.
+
+    Then kernels may compute what it does without calling it.
+    """
+    if type(module) is not kind:
         return False
     return not (
-        gate._forward_hooks
-        or gate._forward_pre_hooks
-        or gate._backward_hooks
-        or gate._backward_pre_hooks
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
         or before_all
         or after_all
         or before_all_backward
         or after_all_backward
-        or "forward" in gate.__dict__
+        or "forward" in module.__dict__
     )
 
 

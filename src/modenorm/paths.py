@@ -15,7 +15,7 @@ from torch import Tensor
 from modenorm import exchange, mixing, reference
 from modenorm.buffers import recomputing
 from modenorm.checks import Options, check_input, check_options, masked
-from modenorm.gates import Gate, LinearGate, is_the_papers, logits_of
+from modenorm.gates import Gate, LinearGate, is_just, logits_of
 from modenorm.kernels import mixing_node, plain, streaming
 from modenorm.kernels.c import mode_norm as c_mode_norm
 from modenorm.kernels.choice import FUSED, choose_path
@@ -105,7 +105,7 @@ def _found_modes(call: _Call) -> Found:
 
 def _known_gates(call: _Call) -> bool:
     """Whether the gates are given, or the gate is the paper's, unchanged and without hooks."""
-    return isinstance(call.gates, Tensor) or is_the_papers(call.gates)
+    return isinstance(call.gates, Tensor) or is_just(LinearGate, call.gates)
 
 
 def _is_one_node(call: _Call) -> bool:

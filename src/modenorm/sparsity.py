@@ -106,7 +106,7 @@ class ModeSparsity(nn.Module):
         if method == "switch":
             num_switches = sum(layer.num_modes for layer in layers)
             self.log_odds = nn.Parameter(torch.full((num_switches,), FIRST_SWITCH, **kind))
-            seed = int(torch.randint(1 << 62, ()))
+            seed = int(torch.randint(1 << 62, (), device="cpu"))
             self.register_buffer("random", torch.tensor([seed, 0], device=like.device))
             self._switches = Switches(self, layers)
             self._switches.attach(model, self._attached)

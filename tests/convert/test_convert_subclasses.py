@@ -146,6 +146,13 @@ def test_timm_keeps_dropout_and_activation():
     assert (model.train()[1](images(6, 4, 5, 5).double()) == 0).double().mean() > 0.3
 
 
+@pytest.mark.parametrize("part", ["drop", "act"])
+def test_hooks_of_what_follows_the_norm_run(part):
+    layer = ModeNormAct2d(4, drop=nn.Identity(), act=nn.ReLU())
+    getattr(layer, part).register_forward_hook(lambda module, given, y: y * 0)
+    assert (layer(images(6, 4, 5, 5)) == 0).all()
+
+
 def test_timm_comes_back():
     kind = timm_class()
     model, x = small_model(kind).double().eval(), images().double()

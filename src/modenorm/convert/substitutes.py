@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from modenorm.gates import GateFactory, StandardizedGate, make_gate
+from modenorm.gates import GateFactory, StandardizedGate, is_just, make_gate
 from modenorm.layers import ModeNorm, ModeNorm1d, ModeNorm2d, ModeNorm3d
 
 __all__ = ["LazyModeNorm1d", "LazyModeNorm2d", "LazyModeNorm3d", "ModeNormAct2d", "ModeNormNd"]
@@ -71,7 +71,7 @@ class ModeNormAct2d(ModeNorm2d):
         relu: bool = False,
     ) -> Tensor:
         """Normalise x, (N, C, H, W), drop and activate; see `ModeNorm2d.forward`."""
-        if type(self.drop) is nn.Identity and type(self.act) is nn.ReLU:
+        if is_just(nn.Identity, self.drop) and is_just(nn.ReLU, self.act):
             return super().forward(x, gates, mask, relu=True)
         y = self.act(self.drop(super().forward(x, gates, mask)))
         return y.relu() if relu else y

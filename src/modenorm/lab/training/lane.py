@@ -93,6 +93,10 @@ class Inbox:
         while self._expected:
             self._open_first()
 
+    def forget(self) -> None:
+        """Leave closed what is under way; who would open it is then held by nothing here."""
+        self._expected.clear()
+
     def _open_first(self) -> None:
         parcel, open = self._expected.popleft()
         open(parcel.tensors)

@@ -210,21 +210,16 @@ def _alternate(
     try:
         while True:
             while not rounds and (run := queue.take(training.run for training in active)):
-                if begun := early.pop(run.path, None):
-                    training, turns = begun.go_on()
-                else:
-                    if queue.takes_long(run):
-                        yield from _queue_far_ahead(active)
-                    training = start(run)
-                    turns = training.turns()
-                active[training] = turns
+                if run.path not in early and queue.takes_long(run):
+                    yield from _queue_far_ahead(active)
+                # no variable holds a training here: its memory is to be given back when it ends
+                active |= [_started(run, early.pop(run.path, None), start)]
                 rounds = rounds_between
             if not active:
                 return
             if not rounds and (run := queue.take_early(ready)):
                 yield from _queue_far_ahead(active)
-                if begun := Begun.of(run, start):
-                    early[run.path] = begun
+                early |= {run.path: begun for begun in [Begun.of(run, start)] if begun}
                 rounds = rounds_between
             busy = yield from _round(active)
             if interrupted.is_set():
@@ -236,6 +231,15 @@ def _alternate(
     finally:
         for turns in [*active.values(), *(begun.turns for begun in early.values())]:
             turns.close()
+
+
+def _started(
+    run: Run, begun: Begun | None, start: Callable[[Run], Training]
+) -> tuple[Training, Turns]:
+    if begun is not None:
+        return begun.go_on()
+    training = start(run)
+    return training, training.turns()
 
 
 def _round(active: dict[Training, Turns]) -> Generator[Outcome, None, bool]:

@@ -123,6 +123,7 @@ class Training:
         """
         with contextlib.ExitStack() as stack:
             self.ranks.first(lambda: stack.enter_context(self.run.hold()))
+            stack.callback(self._inbox.forget)
             stack.callback(self.lane.synchronize)  # memory of queued work must not be given away
             stack.callback(self._step.loader.close)
             self._resume()
