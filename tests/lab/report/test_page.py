@@ -285,6 +285,13 @@ def test_one_run_is_no_runs_and_missing_results_are_refused(tmp_path):
     assert not (tmp_path / "page.html").exists()
 
 
+def test_a_folder_without_runs_makes_no_page(tmp_path):
+    output = tmp_path / "page.html"
+    result = CliRunner().invoke(app, ["report", str(tmp_path), "-o", str(output)])
+    assert "there are no runs in" in str(result.exception)
+    assert not output.exists()
+
+
 def test_200_runs_in_30_seconds_and_10_megabytes(tmp_path):
     for seed in range(10):
         for modes in (2, 4, 8):
