@@ -219,7 +219,7 @@ def _alternate(
                 return
             if not rounds and (run := queue.take_early(ready)):
                 yield from _queue_far_ahead(active)
-                early |= {run.path: begun for begun in [Begun.of(run, start)] if begun}
+                _begin_early(run, start, early)
                 rounds = rounds_between
             busy = yield from _round(active)
             if interrupted.is_set():
@@ -231,6 +231,11 @@ def _alternate(
     finally:
         for turns in [*active.values(), *(begun.turns for begun in early.values())]:
             turns.close()
+
+
+def _begin_early(run: Run, start: Callable[[Run], Training], early: dict[Path, Begun]) -> None:
+    if begun := Begun.of(run, start):
+        early[run.path] = begun
 
 
 def _started(
