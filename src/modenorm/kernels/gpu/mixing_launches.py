@@ -64,69 +64,81 @@ class Mixing:
         direct: bool,
         chained: bool = True,
     ) -> None:
+        self._sizes, self._kind = (num_samples, num_channels, num_modes), kind
+        self._direct, self._chained = direct, chained
+        self._modes = triton.next_power_of_2(num_modes)
+        self._channels = triton.next_power_of_2(num_channels)
+        self._launch_by_samples(num_positions)
+        self._launch_by_modes()
+
+    def _launch_by_samples(self, num_positions: int) -> None:
+        """Where a program has a sample, or a few."""
+        num_samples, num_channels, num_modes = self._sizes
+        kind, modes, channels, direct = self._kind, self._modes, self._channels, self._direct
         eps, affine, has_gate = kind.eps, kind.affine, kind.has_gate
-        modes = triton.next_power_of_2(num_modes)
-        samples, channels = map(triton.next_power_of_2, (num_samples, num_channels))
         wide = min(channels, max(16, 8192 // modes))
-        # tiles of samples_backward and modes_backward, which hold more numbers in registers
-        less_wide = min(channels, max(16, 4096 // modes))
-        many = num_channels * num_modes >= 8192
-        block = min(channels, 32 if many else 16)
-        walk = min(samples, 4096 // block)
-        short_walk = min(walk, 64) if many else walk
-        by_mode = (triton.cdiv(num_channels, block), num_modes)
-        narrow = min(channels, 128)
-        few = min(samples, 4)
-        sizes = (num_samples, num_channels, num_modes)
         self.gates = Launch(
             gates_kernel,
             (num_samples,),
-            sizes[1:],
+            (num_channels, num_modes),
             (has_gate, wide >= num_channels, modes, wide),
             _warps(modes, wide, 64),
             direct,
         )
-        size = num_channels * num_modes if num_modes > 1 and num_samples <= MOST_GROUPED else 0
-        statistics: Cut = (statistics_kernel, by_mode, (walk, block), 4 if many else 8)
-        backward: Cut = (modes_backward_kernel, by_mode, (short_walk, block), 4)
-        if size >= STATISTICS_GROUPED:
-            statistics = (group_statistics_kernel, *_groups(*sizes, STATISTICS_GROUP))
-        if size >= BACKWARD_GROUPED:
-            backward = (group_backward_kernel, *_groups(*sizes, BACKWARD_GROUP))
-        kernel, grid, tile, warps = statistics
-        constants: tuple[int, ...] = (*kind.running, kind.has_usage, chained, *tile)
-        self.statistics = Launch(kernel, grid, (*sizes, kind.momentum), constants, warps, direct)
+        narrow, few = min(channels, 128), min(triton.next_power_of_2(num_samples), 4)
         self.coefficients = Launch(
             coefficients_kernel,
             (triton.cdiv(num_samples, few), triton.cdiv(num_channels, narrow)),
             (num_samples, num_channels, eps),
-            (*affine, chained, num_modes, few, narrow),
+            (*affine, self._chained, num_modes, few, narrow),
             _warps(few, narrow, 64),
             direct,
         )
-        kernel, grid, tile, warps = backward
-        constants = (*affine, chained, *tile)
-        self.modes_backward = Launch(kernel, grid, (*sizes, eps), constants, warps, direct)
-        whole = less_wide >= num_channels
+        # it holds more numbers in registers
+        wide = min(channels, max(16, 4096 // modes))
+        whole = wide >= num_channels
         # by whether gates have a gradient from elsewhere, and the usage has one
         self.samples_backward = {
             (of_gates, of_usage): Launch(
                 samples_backward_kernel,
                 (num_samples,),
                 (num_channels, num_modes, num_positions, eps),
-                (*affine, has_gate, of_gates, of_usage, chained, whole, modes, less_wide),
-                _warps(modes, less_wide, 32),
+                (*affine, has_gate, of_gates, of_usage, self._chained, whole, modes, wide),
+                _warps(modes, wide, 32),
                 direct,
             )
             for of_gates in (False, True)
             for of_usage in (False, True)
         }
+
+    def _launch_by_modes(self) -> None:
+        """Where a program has a mode, or a few, and sums over the samples."""
+        num_samples, num_channels, num_modes = sizes = self._sizes
+        kind, affine, direct = self._kind, self._kind.affine, self._direct
+        many = num_channels * num_modes >= 8192
+        block = min(self._channels, 32 if many else 16)
+        walk = min(triton.next_power_of_2(num_samples), 4096 // block)
+        short_walk = min(walk, 64) if many else walk
+        by_mode = (triton.cdiv(num_channels, block), num_modes)
+        statistics: Cut = (statistics_kernel, by_mode, (walk, block), 4 if many else 8)
+        backward: Cut = (modes_backward_kernel, by_mode, (short_walk, block), 4)
+        size = num_channels * num_modes if num_modes > 1 and num_samples <= MOST_GROUPED else 0
+        if size >= STATISTICS_GROUPED:
+            statistics = (group_statistics_kernel, *_groups(*sizes, STATISTICS_GROUP))
+        if size >= BACKWARD_GROUPED:
+            backward = (group_backward_kernel, *_groups(*sizes, BACKWARD_GROUP))
+        kernel, grid, tile, warps = statistics
+        constants: tuple[int, ...] = (*kind.running, kind.has_usage, self._chained, *tile)
+        self.statistics = Launch(kernel, grid, (*sizes, kind.momentum), constants, warps, direct)
+        kernel, grid, tile, warps = backward
+        constants = (*affine, self._chained, *tile)
+        self.modes_backward = Launch(kernel, grid, (*sizes, kind.eps), constants, warps, direct)
         shares_weight = affine.weight and not affine.per_mode
         self.parameters_backward = Launch(
             parameters_backward_kernel,
             by_mode,
             sizes,
-            (has_gate, shares_weight, walk, modes, block),
+            (kind.has_gate, shares_weight, walk, self._modes, block),
             4,
             direct,
         )
