@@ -109,7 +109,14 @@ class ModeNorm(HasListeners, Float32Buffers):
         self.register_buffer("running_share", torch.empty(shape[0], **kind) if usage else None)
 
     def reset_running_stats(self) -> None:
-        """Forget the running estimates: mean 0, variance 1, no batches."""
+        """Forget the running estimates: mean 0, variance 1, no batches.
+
+        >>> layer = ModeNorm1d(4)
+        >>> y = layer(torch.randn(6, 4))
+        >>> layer.reset_running_stats()
+        >>> int(layer.num_batches_tracked), float(layer.running_mean.abs().sum())
+        (0, 0.0)
+        """
         for buffer, value in (
             (self.running_mean, 0),
             (self.running_var, 1),
@@ -120,7 +127,14 @@ class ModeNorm(HasListeners, Float32Buffers):
                 buffer.fill_(value)
 
     def reset_parameters(self) -> None:
-        """Forget everything learnt: affine parameters, running estimates, and the gate."""
+        """Forget everything learnt: affine parameters, running estimates, and the gate.
+
+        >>> layer = ModeNorm1d(4)
+        >>> before = layer.gate.weight.clone()
+        >>> layer.reset_parameters()
+        >>> torch.equal(layer.gate.weight, before)
+        False
+        """
         self._reset_own()
         reset_gate(self.gate)
 
@@ -146,6 +160,12 @@ class ModeNorm(HasListeners, Float32Buffers):
             gates: (N, K) assignments from outside, used instead of the gate.
             mask: (N, *positions), True where a position counts in the statistics.
             relu: apply a ReLU too; in compiled training on a GPU that is cheaper than one apart.
+
+        Example:
+            >>> layer, x = ModeNorm1d(4, num_modes=2), torch.randn(6, 4)
+            >>> y = layer(x, gates=torch.eye(2).repeat(3, 1))
+            >>> torch.allclose(y[::2].mean(0), torch.zeros(4), atol=1e-5)
+            True
         """
         self._check_input(x)
         gate, weight, bias, mean, var, *counts = members(self, MEMBERS)
@@ -353,6 +373,12 @@ class ModeGroupNorm(HasListeners):
 
         The gate's weights start as 0.01 · randn, like those of `LinearGate`, since modes that are
         equal for all channels would stay so; its bias as that of `nn.Linear(1, K)`.
+
+        >>> layer = ModeGroupNorm(4)
+        >>> before = layer.gate_weight.clone()
+        >>> layer.reset_parameters()
+        >>> torch.equal(layer.gate_weight, before)
+        False
         """
         nn.init.normal_(self.gate_weight, std=0.01)
         nn.init.uniform_(self.gate_bias, -1, 1)
@@ -362,7 +388,12 @@ class ModeGroupNorm(HasListeners):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise x, (N, C, *positions)."""
+        """Normalise x, (N, C, *positions).
+
+        >>> layer, x = ModeGroupNorm(8), torch.randn(4, 8, 5, 5)
+        >>> torch.allclose(layer(x)[:1], layer(x[:1]), atol=1e-5)
+        True
+        """
         check_tensor("input", x)
         if x.ndim >= 2:
             check_channels(self, "num_channels", x)

@@ -125,7 +125,15 @@ class ModeSparsity(nn.Module):
         return {**self.__dict__, **alone}
 
     def forward(self) -> Tensor:
-        """The loss of the model's last forward in training."""
+        """The loss of the model's last forward in training.
+
+        >>> import modenorm
+        >>> layer = modenorm.ModeNorm1d(4, num_modes=4)
+        >>> penalty = ModeSparsity(layer)
+        >>> y = layer(torch.randn(8, 4))
+        >>> bool(penalty() > 0)
+        True
+        """
         if self._removed:
             raise ValueError(
                 "this ModeSparsity is on no model: remove() was called, or it is a copy; make a "
@@ -145,14 +153,26 @@ class ModeSparsity(nn.Module):
         return usage_entropy(heard, self.strength)
 
     def forget(self) -> None:
-        """Let go of the last forward, after a step that does without the penalty."""
+        """Let go of the last forward, after a step that does without the penalty.
+
+        >>> import modenorm
+        >>> layer = modenorm.ModeNorm1d(4, num_modes=4)
+        >>> penalty = ModeSparsity(layer)
+        >>> y = layer(torch.randn(8, 4))
+        >>> penalty.forget()
+        """
         self._usages.clear()
         if self._switches is not None:
             self._switches.take_cost()
 
     @torch.no_grad()
     def remove(self) -> None:
-        """Take it off the model; what the switches say is written into the gates' biases."""
+        """Take it off the model; what the switches say is written into the gates' biases.
+
+        >>> import modenorm
+        >>> layer = modenorm.ModeNorm1d(4, num_modes=4)
+        >>> ModeSparsity(layer, method="switch").remove()
+        """
         if self._removed:
             return
         self._removed = True

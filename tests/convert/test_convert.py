@@ -313,58 +313,6 @@ def test_changed_in_inference_mode(change):
     assert all(p.grad is not None for p in model.parameters())
 
 
-class Steps(nn.Module):
-    """Calls its modules from a list, a tuple and a dict, which torch doesn't look into."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv, self.norm, self.last = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.BatchNorm2d(4)
-        self.steps, self.pair = [self.conv, self.norm, torch.relu], (self.norm, "a name")
-        self.named = {"last": self.last, "other": 3}
-
-    def forward(self, x):
-        for step in self.steps:
-            x = step(x)
-        return self.named["last"](self.pair[0](x))
-
-
-def test_norms_in_plain_containers_are_replaced_too():
-    model, x = Steps(), images()
-    before = model.eval()(x)
-    steps = model.steps
-    found = replace_batchnorm(model)
-    assert model.steps is steps
-    assert model.steps[1] is model.pair[0] is found["norm"]
-    assert model.named == {"last": found["last"], "other": 3}
-    torch.testing.assert_close(model(x), before)
-    with modenorm.record_gates(model) as gates:
-        model.train()(x)
-    assert {name: len(entries) for name, entries in gates.items()} == {"norm": 2, "last": 1}
-    modenorm.to_batchnorm(model, tolerance=float("inf"))
-    assert type(model.pair[0]) is type(model.steps[1]) is nn.BatchNorm2d
-
-
-@pytest.mark.parametrize("call", ["replace_batchnorm", "prune_modes", "to_batchnorm"])
-def test_the_optimizer_of_another_model_is_refused(call):
-    model, other = small_model(), nn.Linear(2, 2)
-    if call != "replace_batchnorm":
-        replace_batchnorm(model)
-    arguments = [model, [images()]] if call == "prune_modes" else [model]
-    with pytest.raises(ValueError, match="has no parameter of this model that learns"):
-        getattr(modenorm, call)(*arguments, optimizer=torch.optim.SGD(other.parameters(), 0.1))
-    with pytest.raises(ValueError, match="optimizer is 'sgd'; expected one of torch"):
-        getattr(modenorm, call)(*arguments, optimizer="sgd")
-
-
-def test_gates_of_a_frozen_part_join_the_optimizer_of_the_rest():
-    backbone, head = small_model().requires_grad_(False), nn.Linear(5, 2)
-    optimizer = torch.optim.SGD(head.parameters(), 0.1)
-    with pytest.warns(UserWarning, match="their new gates learn"):
-        found = replace_batchnorm(backbone, optimizer=optimizer)
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    assert all(id(layer.gate.weight) in held for layer in found.values())
-
-
 @pytest.mark.parametrize(
     "call",
     [
@@ -380,31 +328,3 @@ def test_gates_of_a_frozen_part_join_the_optimizer_of_the_rest():
 def test_what_is_no_model(call):
     with pytest.raises(ValueError, match=r"model is None; expected an nn.Module"):
         call(None)
-
-
-def test_norms_in_containers_that_torch_made_anew():
-    """After `del` and `pop` they keep their modules in an OrderedDict."""
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Dropout())
-    del model[-1]
-    several = nn.ModuleList([nn.BatchNorm2d(8), nn.ReLU()])
-    several.pop(1)
-    for module in (model, several):
-        found = replace_batchnorm(module)
-        assert list(module.modules()).count(*found.values()) == 1
-        assert not any(isinstance(part, nn.BatchNorm2d) for part in module.modules())
-
-
-class Sealed(dict):
-    """As some libraries' outputs are, which models may keep."""
-
-    def update(self, *_):
-        raise TypeError("not to be updated")
-
-
-def test_containers_without_norms_are_left_alone():
-    model = small_model()
-    model.output, model.sizes = Sealed(y=torch.ones(1)), (1, 2)
-    kept = model.output, model.sizes
-    replace_batchnorm(model)
-    assert (model.output, model.sizes) == kept
-    assert model.sizes is kept[1]

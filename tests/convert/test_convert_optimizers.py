@@ -130,3 +130,24 @@ def test_parametrized_norms_and_gates_are_sorted_as_ever():
     assert len(others) == len(norms) // 2 == 3
     assert {name.partition(".")[0] for name in gates} == {"0", "1"}
     assert len(gates) == 6
+
+
+@pytest.mark.parametrize("call", ["replace_batchnorm", "prune_modes", "to_batchnorm"])
+def test_the_optimizer_of_another_model_is_refused(call):
+    model, other = small_model(), nn.Linear(2, 2)
+    if call != "replace_batchnorm":
+        replace_batchnorm(model)
+    arguments = [model, [images()]] if call == "prune_modes" else [model]
+    with pytest.raises(ValueError, match="has no parameter of this model that learns"):
+        getattr(modenorm, call)(*arguments, optimizer=torch.optim.SGD(other.parameters(), 0.1))
+    with pytest.raises(ValueError, match="optimizer is 'sgd'; expected one of torch"):
+        getattr(modenorm, call)(*arguments, optimizer="sgd")
+
+
+def test_gates_of_a_frozen_part_join_the_optimizer_of_the_rest():
+    backbone, head = small_model().requires_grad_(False), nn.Linear(5, 2)
+    optimizer = torch.optim.SGD(head.parameters(), 0.1)
+    with pytest.warns(UserWarning, match="their new gates learn"):
+        found = replace_batchnorm(backbone, optimizer=optimizer)
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert all(id(layer.gate.weight) in held for layer in found.values())

@@ -53,6 +53,13 @@ class LayerReport:
         domain_information: Mutual information between mode and domain in bits.
         class_shares: For each class, the mean gates of its samples.
         domain_shares: For each domain, the mean gates of its samples.
+
+    Example:
+        >>> import torch, modenorm
+        >>> model = modenorm.ModeNorm1d(4, num_modes=2)
+        >>> (layer,) = modenorm.mode_report(model, [torch.randn(64, 4)]).layers
+        >>> layer.kind, layer.num_modes, layer.num_samples
+        ('mode norm', 2, 64)
     """
 
     name: str
@@ -76,7 +83,15 @@ class LayerReport:
 
     @property
     def dead(self) -> tuple[int, ...]:
-        """Modes that receive less than a thousandth of the samples."""
+        """Modes that receive less than a thousandth of the samples.
+
+        >>> import torch, modenorm
+        >>> model = modenorm.ModeNorm1d(4, num_modes=2, gate=modenorm.LinearGate)
+        >>> with torch.no_grad():
+        ...     _ = model.gate.bias.copy_(torch.tensor([20.0, 0.0]))
+        >>> modenorm.mode_report(model, [torch.randn(64, 4)]).layers[0].dead
+        (1,)
+        """
         return tuple(k for k, share in enumerate(self.shares) if share < DEAD_SHARE)
 
     @property
@@ -86,7 +101,13 @@ class LayerReport:
 
     @property
     def duplicates(self) -> tuple[tuple[int, int], ...]:
-        """Pairs of living modes with the same statistics, or with the same samples."""
+        """Pairs of living modes with the same statistics, or with the same samples.
+
+        >>> import torch, modenorm
+        >>> model = modenorm.ModeNorm1d(4, num_modes=2)
+        >>> modenorm.mode_report(model, [torch.randn(64, 4)]).layers[0].duplicates
+        ((0, 1),)
+        """
         return duplicate_modes(self.shares, self.statistics_distances, self.gate_distances)
 
     @property
@@ -153,18 +174,36 @@ class ModeReport:
     Attributes:
         layers: Those that a batch reached.
         unreached: The names of the others.
+
+    Example:
+        >>> import torch, modenorm
+        >>> model = torch.nn.Sequential(modenorm.ModeNorm1d(4), modenorm.ModeNorm1d(4))
+        >>> report = modenorm.mode_report(model, [torch.randn(64, 4)])
+        >>> [layer.name for layer in report.layers], report.unreached
+        (['0', '1'], ())
     """
 
     layers: tuple[LayerReport, ...]
     unreached: tuple[str, ...] = ()
 
     def findings(self) -> list[str]:
-        """What is wrong, in plain words, layer by layer; nothing when all is well."""
+        """What is wrong, in plain words, layer by layer; nothing when all is well.
+
+        >>> import torch, modenorm
+        >>> modenorm.mode_report(modenorm.ModeNorm1d(4, 1), [torch.randn(64, 4)]).findings()
+        ['layer model: there is one mode: this layer is batch norm']
+        """
         found = [finding for layer in self.layers for finding in layer.findings()]
         return found + [f"layer {name or 'model'}: no batch reached it" for name in self.unreached]
 
     def to_json(self) -> str:
-        """Everything as a JSON object; numbers that are not finite become null."""
+        """Everything as a JSON object; numbers that are not finite become null.
+
+        >>> import torch, modenorm
+        >>> report = modenorm.mode_report(modenorm.ModeNorm1d(4), [torch.randn(64, 4)])
+        >>> json.loads(report.to_json())["layers"][0]["num_samples"]
+        64
+        """
         layers = []
         for layer in self.layers:
             found = {"dead": layer.dead, "duplicates": layer.duplicates, "constant": layer.constant}
@@ -173,7 +212,13 @@ class ModeReport:
         return json.dumps({"layers": finite(layers), "findings": self.findings()})
 
     def table(self) -> Table:
-        """A table for the terminal; needs the package rich."""
+        """A table for the terminal; needs the package rich.
+
+        >>> import torch, modenorm
+        >>> report = modenorm.mode_report(modenorm.ModeNorm1d(4), [torch.randn(64, 4)])
+        >>> report.table().row_count
+        1
+        """
         try:
             from rich.table import Table
         except ImportError:

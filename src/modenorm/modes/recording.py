@@ -33,6 +33,16 @@ class GateRecording(dict[str, list[Tensor]]):
 
     Attributes:
         steps: Layer name → which forwards, counted from 0, the entries belong to.
+
+    Example:
+        >>> import modenorm
+        >>> layer = modenorm.ModeNorm1d(4, num_modes=2)
+        >>> with modenorm.record_gates(layer) as recording:
+        ...     y = layer(torch.randn(6, 4))
+        >>> {name: [gates.shape for gates in found] for name, found in recording.items()}
+        {'': [torch.Size([6, 2])]}
+        >>> recording.steps
+        {'': [0]}
     """
 
     def __init__(self, limit: int) -> None:

@@ -34,6 +34,13 @@ class LayerPruning:
         change: Root mean square change of the layer's output, relative to its standard deviation.
         note: Why the layer was left alone, if it was.
         batchnorm: Whether it became a batch norm.
+
+    Example:
+        >>> import torch, modenorm
+        >>> model = modenorm.ModeNorm1d(4, num_modes=3)
+        >>> (layer,) = modenorm.prune_modes(model, [torch.randn(64, 4)]).layers
+        >>> layer.before, layer.after <= layer.before
+        (3, True)
     """
 
     name: str
@@ -49,7 +56,11 @@ class LayerPruning:
     batchnorm: bool = False
 
     def words(self) -> str:
-        """What was done, in words."""
+        """What was done, in words.
+
+        >>> LayerPruning("norm", 2, 1, removed=(1,), shares=(0.98, 0.02)).words()
+        'dropped 1 (2.0 %)'
+        """
         done = [f"dropped {k} ({100 * self.shares[k]:.1f} %)" for k in self.removed]
         distances = zip(self.merged, self.statistics_distances, self.gate_distances, strict=True)
         done += [
@@ -70,6 +81,13 @@ class Pruning:
             standard deviation.
         tolerance: What it was allowed to be.
         num_samples: On how many samples it was measured.
+
+    Example:
+        >>> import torch, modenorm
+        >>> model = torch.nn.Sequential(modenorm.ModeNorm1d(4, num_modes=3))
+        >>> pruning = modenorm.prune_modes(model, [torch.randn(64, 4)], tolerance=0.05)
+        >>> pruning.change <= pruning.tolerance, pruning.num_samples
+        (True, 64)
     """
 
     layers: tuple[LayerPruning, ...]
@@ -79,11 +97,19 @@ class Pruning:
 
     @property
     def num_modes(self) -> dict[str, int]:
-        """The number of modes of each layer now, by name."""
+        """The number of modes of each layer now, by name.
+
+        >>> Pruning((LayerPruning("norm", 3, 2),), 0.0, 0.05, 64).num_modes
+        {'norm': 2}
+        """
         return {layer.name: layer.after for layer in self.layers}
 
     def to_json(self) -> str:
-        """Everything as a JSON object; numbers that are not finite become null."""
+        """Everything as a JSON object; numbers that are not finite become null.
+
+        >>> json.loads(Pruning((), 0.0, 0.05, 64).to_json())["tolerance"]
+        0.05
+        """
         return json.dumps(finite(dataclasses.asdict(self)))
 
     def __str__(self) -> str:
@@ -99,7 +125,11 @@ class Pruning:
         )
 
     def table(self) -> Table:
-        """A table for the terminal; needs the package rich."""
+        """A table for the terminal; needs the package rich.
+
+        >>> Pruning((LayerPruning("norm", 3, 2),), 0.0, 0.05, 64).table().row_count
+        1
+        """
         try:
             from rich.table import Table
         except ImportError:

@@ -127,7 +127,11 @@ def test_what_cannot_be_used_is_named(runs, tmp_path):
         ({"top_error": math.nan}, "top_error nan, which is not a finite number"),
         ({"seed": "0"}, "seed '0', which is not a whole number"),
         ({"date": 3}, "date 3, which is not a text"),
-        ({"gates": []}, "gates [], which is not an object"),
+        ({"date": "yesterday"}, "date 'yesterday', which is not a date and time"),
+        ({"domain_errors": {"a": "x"}}, "which is not an object of numbers"),
+        ({"num_modes": {"a": "x"}}, "which is not an object of whole numbers"),
+        ({"gates": []}, "gates [], which is not an object of shares and entropies"),
+        ({"gates": {"a": {"shares": [], "entropy": 1}}}, "which is not an object of shares and"),
     ],
     ids=str,
 )

@@ -268,6 +268,7 @@ def test_text_that_is_no_unicode_does_not_break_the_page(tmp_path):
 
 
 def test_no_runs_at_all(tmp_path):
+    (tmp_path / "notes.txt").write_text("no run")
     html = render(read_records([tmp_path]), Page())
     assert "No run directory was found" in html
     with pytest.raises(ValueError, match="is not a folder"):
@@ -285,11 +286,12 @@ def test_one_run_is_no_runs_and_missing_results_are_refused(tmp_path):
     assert not (tmp_path / "page.html").exists()
 
 
-def test_a_folder_without_runs_makes_no_page(tmp_path):
+def test_an_empty_folder_is_shown_as_a_broken_run(tmp_path):
+    (tmp_path / "run").mkdir()
     output = tmp_path / "page.html"
-    result = CliRunner().invoke(app, ["report", str(tmp_path), "-o", str(output)])
-    assert "there are no runs in" in str(result.exception)
-    assert not output.exists()
+    result = CliRunner().invoke(app, ["report", str(tmp_path / "run"), "-o", str(output)])
+    assert "1 run (1 broken)" in result.output.replace("\n", "")
+    assert "the directory is empty" in output.read_text()
 
 
 def test_200_runs_in_30_seconds_and_10_megabytes(tmp_path):

@@ -1,10 +1,7 @@
 import contextlib
 import dataclasses
 import functools
-import gc
 import time
-import weakref
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -224,47 +221,6 @@ def test_others_lose_nothing_when_one_can_not_go_on(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not a whole safetensors file"):
         train_many([whole, broken], tmp_path, data=fake_data(), parallel=2)
     assert Checkpoint.load(runs[0].checkpoint).position.step == 1
-
-
-@pytest.fixture
-def started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator["weakref.WeakSet[nn.Module]"]:
-    """The models of all trainings that are still there, with no help of the garbage collector."""
-    train(fake_config(total=1, milestones=()), tmp_path, data=fake_data())  # imports leave frames
-    models = weakref.WeakSet[nn.Module]()
-    init = Training.__init__
-
-    def noticing(self, *arguments, **options):
-        init(self, *arguments, **options)
-        models.add(self.model)
-
-    monkeypatch.setattr(Training, "__init__", noticing)
-    gc.collect()
-    gc.disable()
-    yield models
-    gc.enable()
-
-
-def test_a_training_is_gone_when_it_has_ended(tmp_path: Path, started) -> None:
-    there = list[int]()
-    train_many(
-        [fake_config(total=40), fake_config(total=4, seed=1, milestones=())],
-        tmp_path,
-        data=fake_data(),
-        parallel=2,
-        listener=lambda training: there.append(len(started)),
-    )
-    assert max(there) == 2
-    assert there[-1] == 1  # though it was the last to start
-    assert not started
-
-
-def test_a_training_that_diverges_is_gone(tmp_path: Path, started) -> None:
-    (outcome,) = train_many([fake_config(lr=1e30, eval_every=2)], tmp_path, data=fake_data())
-    assert outcome.failure
-    del outcome
-    assert not started
 
 
 def test_training_learns(tmp_path: Path) -> None:

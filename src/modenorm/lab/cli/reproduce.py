@@ -225,8 +225,9 @@ def _rebuild_pages(results: Path) -> None:
     pages = list(filter(Path.exists, PAGES))
     if not pages:
         raise ValueError(f"no {PAGES[0]} here: give this command in a checkout of the project")
-    for page in pages:
-        write_whole(page, with_results(page.read_text("utf-8"), results).encode())
+    texts = [with_results(page.read_text("utf-8"), results) for page in pages]  # none, if one fails
+    for page, text in zip(pages, texts, strict=True):
+        write_whole(page, text.encode())
         _say(f"rebuilt the tables of {page}")
 
 

@@ -1,8 +1,10 @@
 """From run directories to results/TABLE.jsonl, one line per training; nothing in it is typed."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,17 +102,42 @@ def line(
 
 def _odd(found: Line) -> str:
     """A value of a line that is not of the kind that it should be; empty if all are."""
-    kinds = {
+    kinds: dict[str, tuple[tuple[str, ...], Callable[[Any], bool]]] = {
         "a finite number": (NUMBERS, is_number),
-        "a whole number": (("seed",), lambda value: type(value) is int),
+        "a whole number": (("seed",), _is_whole),
         "a text": (TEXTS, lambda value: isinstance(value, str)),
-        "an object": (("domain_errors", "gates"), lambda value: isinstance(value, dict)),
+        "a date and time": (("date",), _is_date),
+        "an object of numbers": (("domain_errors",), partial(_is_object_of, is_number)),
+        "an object of whole numbers": (("num_modes",), partial(_is_object_of, _is_whole)),
+        "an object of shares and entropies": (("gates",), partial(_is_object_of, _is_gate)),
     }
     for kind, (names, holds) in kinds.items():
         for name in names:
             if name in found and not holds(found[name]):
                 return f"{name} {found[name]!r}, which is not {kind}"
     return ""
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int
+
+
+def _is_date(value: Any) -> bool:
+    try:
+        return bool(datetime.fromisoformat(value))
+    except (TypeError, ValueError):
+        return False
+
+
+def _is_object_of(holds: Callable[[Any], bool], value: Any) -> bool:
+    return isinstance(value, dict) and all(map(holds, value.values()))
+
+
+def _is_gate(value: Any) -> bool:
+    if not isinstance(value, dict) or not is_number(value.get("entropy")):
+        return False
+    shares = value.get("shares")
+    return isinstance(shares, list) and bool(shares) and all(map(is_number, shares))
 
 
 def _of_folders(config: TrainConfig, result: dict[str, Any]) -> Line:

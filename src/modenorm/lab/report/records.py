@@ -58,15 +58,14 @@ def find_directories(roots: Iterable[Path]) -> list[Path]:
         below = [Path(place, name) for place, names, _ in os.walk(root) for name in names]
         for folder in [root, *sorted(below)]:
             hidden = any(part.startswith(".") for part in folder.relative_to(root).parts)
-            if not hidden and _is_run(folder, root):
+            if not hidden and _is_run(folder):
                 found[folder] = None
     return list(found)
 
 
-def _is_run(folder: Path, root: Path) -> bool:
+def _is_run(folder: Path) -> bool:
     try:
-        empty = _is_empty(folder)
-        return any((folder / name).exists() for name in FILES) or (empty and folder != root)
+        return any((folder / name).exists() for name in FILES) or _is_empty(folder)
     except OSError:
         return True
 

@@ -123,9 +123,8 @@ class Training:
         """
         with contextlib.ExitStack() as stack:
             self.ranks.first(lambda: stack.enter_context(self.run.hold()))
-            stack.callback(self._inbox.forget)
-            stack.callback(self.lane.synchronize)  # memory of queued work must not be given away
-            stack.callback(self._step.loader.close)
+            for end in (self._inbox.forget, self.lane.synchronize, self._step.loader.close):
+                stack.callback(end)  # memory of queued work must not be given away
             self._resume()
             if self._tensorboard and self.ranks.leads:
                 self._events = Events(self.run.path, self.position.metrics)
