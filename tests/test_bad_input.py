@@ -390,3 +390,8 @@ def test_constant_input_gives_the_bias(training, backend):
     assert y.isfinite().all()
     if training:
         assert torch.allclose(y, layer.bias.view(1, 3, 1, 1).expand_as(y), atol=1e-5)
+
+
+def test_tracers_of_fx_are_told_to_leave_the_layer_whole():
+    with pytest.raises(ValueError, match="make the layer a leaf of the tracer"):
+        torch.fx.symbolic_trace(nn.Sequential(modenorm.ModeNorm2d(3)))

@@ -178,6 +178,11 @@ def masked(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 def check_tensor(name: str, value: object) -> None:
     """Refuse a list, or an array of another library, where a tensor is expected."""
+    if type(value).__module__ == "torch.fx.proxy":
+        raise ValueError(
+            f"{name} is a proxy, as torch.fx can't look into this layer: make the layer a leaf of "
+            "the tracer (for prepare_fx: non_traceable_module_classes)"
+        )
     if not isinstance(value, Tensor):
         kind = type(value).__name__
         raise ValueError(f"{name} is a {kind}; expected a tensor: use torch.as_tensor({name})")
