@@ -3,31 +3,16 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from pooling import DTYPES, SMALL, gradient, images
 
 from modenorm.lab.layers import max_pool as module
 from modenorm.lab.layers.max_pool import HalvingMaxPool2d, max_pool, max_unpool
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-# One pixel, one row, one column; even and odd; more columns and more rows than a program takes.
-SMALL = [(1, 1, 1, 1), (2, 8, 1, 7), (2, 16, 6, 1), (3, 8, 8, 8), (2, 16, 7, 5), (2, 8, 6, 9)]
-SMALL += [(3, 24, 7, 15)]
 REAL = [(128, 96, 32, 32), (127, 64, 33, 31), (2, 64, 112, 112)]
-
-
-def images(shape, device, dtype=torch.bfloat16):
-    x = torch.randn(shape, device=device, dtype=dtype)
-    return x.contiguous(memory_format=torch.channels_last)
 
 
 def torch_pool(x):
     return F.max_pool2d(x, 3, stride=2, padding=1)
-
-
-def gradient(function, x, dy):
-    """Y and dx."""
-    leaf = x.detach().requires_grad_()
-    y = function(leaf)
-    return y.detach(), torch.autograd.grad(y, leaf, dy.to(y.dtype))[0]
 
 
 def places_of(x):

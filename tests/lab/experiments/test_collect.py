@@ -304,6 +304,16 @@ def test_the_cost_of_each_experiment_is_shown(runs, tmp_path):
     ]
 
 
+def test_the_cost_of_several_commits_is_shown_apart(runs, tmp_path):
+    first, *others = collect(CELLS, runs).lines
+    update(tmp_path / "table1.jsonl", [first | {"commit": "older"}, *others], CELLS)
+    rows = cost_text(tmp_path).splitlines()[3:]
+    assert {row.split("|")[2].strip() for row in rows[:-1]} == {
+        "at commit older", f"at commit {first['commit']}"
+    }  # fmt: skip
+    assert sorted(row.split("|")[3].strip() for row in rows) == ["1", "6", "7"]
+
+
 def test_below_the_gains_stands_what_they_are_from(runs, tmp_path):
     """BN and MN K=2, not the one training of IN, nor what nothing stands beside."""
     update(tmp_path / "table1.jsonl", collect(CELLS, runs).lines, CELLS)

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 
 from modenorm.lab.bench.page import markdown_table
@@ -94,7 +95,13 @@ def cost_text(results: Path) -> str:
             keys = {cell.key for cell in cells if cell.group == group}
             if found := [line for line in lines if line["settings"] in keys]:
                 rows.append([table, group, *_cost(found)])
-    rows.append(["all", "", *_cost(list(_once(everything).values()))])
+    once = list(_once(everything).values())
+    by_commit: dict[str, list[Line]] = {}
+    for line in sorted(once, key=itemgetter("date")):
+        by_commit.setdefault(line["commit"], []).append(line)
+    if len(by_commit) > 1:
+        rows += [["all", f"at commit {name}", *_cost(found)] for name, found in by_commit.items()]
+    rows.append(["all", "", *_cost(once)])
     return markdown_table(["table", "experiment", "trainings", "minutes"], rows)
 
 
