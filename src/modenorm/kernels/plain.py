@@ -93,7 +93,7 @@ def as_type(y: Tensor, dtype: torch.dtype) -> Tensor:
 
 def in_type(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """The same of what there may be none of."""
-    return parameter if parameter is None or parameter.dtype == dtype else parameter.to(dtype)
+    return None if parameter is None else as_type(parameter, dtype)
 
 
 def only_plain(*upstream: Tensor | None) -> bool:
